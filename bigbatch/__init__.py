@@ -1,0 +1,38 @@
+"""Train with the batch you want on the memory you have, and get exactly the same gradient."""
+
+from .core.errors import (
+    BatchError,
+    BigBatchError,
+    BigBatchWarning,
+    GradientError,
+    LossError,
+    MissingExtraError,
+    OptionError,
+    OrderError,
+    StateError,
+    WeightError,
+)
+from .core.step import History, Step
+from .core.verification import Verification
+from .core.window import Window, windows
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchError",
+    "BigBatchError",
+    "BigBatchWarning",
+    "GradientError",
+    "History",
+    "LossError",
+    "MissingExtraError",
+    "OptionError",
+    "OrderError",
+    "StateError",
+    "Step",
+    "Verification",
+    "WeightError",
+    "Window",
+    "__version__",
+    "windows",
+]

@@ -1,0 +1,1 @@
+"""The part of bigbatch that knows no framework."""

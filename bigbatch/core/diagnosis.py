@@ -1,0 +1,158 @@
+"""Why two gradients differ: which mistake fits what was seen.
+
+A gradient that came out of a window is, whatever a loop does to the scale, a mix of the gradients of its
+micro-batches: G = sum_k a_k * g_k. Least squares recover the coefficients a_k, and they name the mistake: all
+equal to 1/K means that somebody divided by the number of micro-batches, all equal to 1 that nobody divided.
+What is left over (the residual) means that G has something in it that no micro-batch has.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+CLOSE = 1e-5  # coefficients come out of a least-squares fit over float64 gradients
+RESIDUAL = 1e-6  # the residual is the root of a difference of squares: half the digits are gone
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A gradient as a mix of the micro-batches' gradients."""
+
+    coefficients: Array
+    residual: float
+    """What the mix does not explain, relative to the gradient."""
+    is_unique: bool
+    """False where the micro-gradients are so alike, or so many, that other coefficients do as well."""
+    gram: Array
+    """Dot products of the micro-gradients with each other."""
+
+    @property
+    def is_known(self) -> bool:
+        return self.is_unique and self.residual < RESIDUAL
+
+
+def unmix(products: Array) -> Mix:
+    """The mix, from the dot products of [g_1, …, g_K, G] with each other."""
+    gram, against, square = products[:-1, :-1], products[:-1, -1], float(products[-1, -1])
+    eigenvalues = np.linalg.eigvalsh(gram)
+    coefficients = np.asarray(np.linalg.lstsq(gram, against, rcond=1e-13)[0], np.float64)
+    left = square - 2 * float(coefficients @ against) + float(coefficients @ gram @ coefficients)
+    residual = float(np.sqrt(max(left, 0.0) / square)) if square else 0.0
+    return Mix(coefficients, residual, bool(eigenvalues[0] > 1e-10 * eigenvalues[-1]), gram)
+
+
+def explain_loss(mix: Mix, ours: Array, reduction: str) -> str | None:
+    """Why the loss of the whole batch is not the mean (or sum) of ours, if it is not."""
+    found = mix.coefficients
+    coupled = (
+        "the loss couples the samples of a batch: the loss of the whole batch is no weighted mean of the "
+        "losses of its micro-batches (contrastive losses, losses over batch statistics, a root of a mean), "
+        "so it cannot be cut"
+    )
+    if mix.residual >= RESIDUAL:
+        return coupled
+    if not mix.is_unique:
+        return None
+    if np.allclose(found, ours, rtol=CLOSE, atol=CLOSE):
+        return None
+    if reduction == "mean" and np.allclose(found, 1.0, rtol=CLOSE):
+        return 'the loss adds up over samples instead of taking the mean: pass reduction="sum", or divide in the loss'
+    if not np.isclose(found.sum(), 1.0, rtol=CLOSE):
+        return coupled
+    if reduction == "sum":
+        return 'the loss is a mean but reduction="sum" adds it up: pass reduction="mean", or add up in the loss'
+    return (
+        f"the weight disagrees with the loss's own mean: the loss counts its micro-batches {percent(found)}, "
+        f"the weight {percent(ours)}: let `weight` return over how many the loss is a mean"
+    )
+
+
+def explain_loop(mix: Mix, right: Array) -> str | None:
+    """Which classic mistake a foreign loop made, if any; `right` are the coefficients it should have."""
+    found, num = mix.coefficients, len(right)
+    if mix.residual >= RESIDUAL:
+        return (
+            "the gradient has something in it that is in none of the micro-batches: gradients that were not "
+            "zeroed before the window, or random numbers drawn anew"
+        )
+    if not mix.is_unique:
+        return "the micro-batches' gradients are too alike to tell how each was weighted"
+    if np.allclose(found, right, rtol=CLOSE, atol=CLOSE):
+        return None
+    seen = f"it weights the micro-batches {numbers(found)} where {numbers(right)} is right"
+    if np.allclose(found[:-1], 0.0, atol=CLOSE) and num > 1:
+        return f"only the last micro-batch counts: gradients are zeroed between micro-batches; {seen}"
+    if any_close := [str(k + 1) for k in range(num) if abs(found[k]) < CLOSE < right[k]]:
+        return f"micro-batch {', '.join(any_close)} is left out; {seen}"
+    if np.allclose(found, found[0], rtol=CLOSE):
+        return f"{_equal(float(found[0]), num)}; {seen}"
+    if np.allclose(found / right, found[0] / right[0], rtol=CLOSE):
+        return f"{_proportional(float(found[0] / right[0]), right)}; {seen}"
+    for scale in (right, np.full(num, 1 / num), np.ones(num)):
+        if is_clipped(mix, scale):
+            return f"the gradient is clipped after each micro-batch instead of once per step; {seen}"
+    return seen
+
+
+def _equal(scale: float, num: int) -> str:
+    if np.isclose(scale, 1 / num, rtol=CLOSE):
+        return f"divided by the number of micro-batches ({num}) although their weights differ (a mean of means)"
+    if np.isclose(scale, 1.0, rtol=CLOSE):
+        return "not divided: the micro-batches' mean losses are added up as they are"
+    if scale < 1 and np.isclose(1 / scale, round(1 / scale), rtol=CLOSE):
+        size = "short window under-scaled" if 1 / scale > num else "over-scaled"
+        return f"{size}: divided by {round(1 / scale)} although the window has {num} micro-batches"
+    if (times := whole_times(scale * num)) or (times := whole_times(scale)):
+        return f"{times} times too large: gradients of an earlier window were not zeroed"
+    return f"every micro-batch counts {scale:.4g} whatever its weight"
+
+
+def _proportional(scale: float, right: Array) -> str:
+    nominal = float(right.max()) * len(right)  # the total if all were as large as the largest, over the total
+    if times := whole_times(scale):
+        return f"{times} times too large: gradients of an earlier window were not zeroed, or not divided by"
+    if np.isclose(scale * nominal, 1.0, rtol=CLOSE):
+        return "short window under-scaled: divided by the size of a full window although this one is smaller"
+    if scale < 1:
+        return f"the whole gradient is {scale:.4g} times what it should be (under-scaled or clipped)"
+    return f"the whole gradient is {scale:.4g} times what it should be"
+
+
+def whole_times(scale: float) -> int:
+    """2, 3, … if the scale is that whole number, else 0."""
+    times = round(scale)
+    return times if times >= 2 and np.isclose(scale, times, rtol=CLOSE) else 0
+
+
+def is_clipped(mix: Mix, scale: Array) -> bool:
+    """Whether the coefficients are these scales after a clipping of each micro-batch to one norm."""
+    ratio = mix.coefficients / scale
+    if not (np.all(ratio <= 1 + CLOSE) and np.all(ratio > 0) and np.any(ratio < 1 - CLOSE)):
+        return False
+    norms = np.sqrt(np.diag(mix.gram))
+    clipped = ratio < 1 - CLOSE
+    for size in (norms, norms * scale):  # clipped before or after the scale was applied
+        after = size * ratio
+        if np.ptp(after[clipped]) < 1e-3 * after[clipped].max() and np.all(
+            size[~clipped] <= after[clipped].max() * (1 + 1e-3)
+        ):
+            return True
+    # or the running sum was clipped each time: what came early was shrunk again and again
+    factors = ratio / np.append(ratio[1:], 1.0)
+    if np.any(factors > 1 + CLOSE):
+        return False
+    sums = [np.where(np.arange(len(ratio)) <= k, ratio / ratio[k] * factors[k] * scale, 0.0) for k in range(len(ratio))]
+    sizes = np.array([np.sqrt(part @ mix.gram @ part) for part in sums])[factors < 1 - CLOSE]
+    return bool(np.ptp(sizes) < 1e-3 * sizes.max())
+
+
+def percent(coefficients: Sequence[float] | Array) -> str:
+    return " : ".join(f"{100 * c / sum(coefficients):.3g}%" for c in coefficients)
+
+
+def numbers(coefficients: Array) -> str:
+    return "(" + ", ".join(f"{c:.3g}" for c in coefficients) + ")"

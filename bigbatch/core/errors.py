@@ -1,0 +1,55 @@
+"""Everything that bigbatch raises on purpose.
+
+BigBatchError
+├── OptionError      an argument has a value that cannot work
+├── BatchError       a batch or a stream cannot be cut or fed as asked
+├── WeightError      a weight is negative, not finite, or of the wrong kind
+├── LossError        a loss is no scalar, has no graph, or reaches no parameter
+├── GradientError    the parameters hold gradients that are not ours
+├── OrderError       calls came in an order that makes no sense
+├── StateError       a saved state does not fit
+└── MissingExtraError (also an ImportError)   something optional is not installed
+
+Every message is one sentence that gives both numbers and the remedy. After any of them the parameters,
+the optimizer and the gradients are as they were before the call.
+"""
+
+
+class BigBatchError(Exception):
+    """The parent of everything that bigbatch raises on purpose."""
+
+
+class OptionError(BigBatchError, ValueError):
+    """An argument has a value that cannot work."""
+
+
+class BatchError(BigBatchError, ValueError):
+    """A batch or a stream of micro-batches cannot be cut or fed as asked."""
+
+
+class WeightError(BigBatchError, ValueError):
+    """A weight is negative, not finite, or of the wrong kind."""
+
+
+class LossError(BigBatchError, ValueError):
+    """A loss is no scalar, has no graph, or reaches no parameter."""
+
+
+class GradientError(BigBatchError, RuntimeError):
+    """The parameters hold gradients that did not come from this window."""
+
+
+class OrderError(BigBatchError, RuntimeError):
+    """Calls came in an order that makes no sense."""
+
+
+class StateError(BigBatchError, ValueError):
+    """A saved state does not fit the object that should load it."""
+
+
+class MissingExtraError(BigBatchError, ImportError):
+    """Something optional is not installed; the message names the extra."""
+
+
+class BigBatchWarning(UserWarning):
+    """Something that training survives but the user should hear of."""

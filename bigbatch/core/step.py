@@ -1,0 +1,205 @@
+"""What a step did, and the steps of a run."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .errors import MissingExtraError, StateError
+from .weight import Reduction, Terms, as_terms
+
+
+class Step:
+    """What one step did.
+
+    Making one never waits for a device: `terms` may be a function that fetches the values. Reading `loss` or
+    `terms` calls it, once.
+    """
+
+    __slots__ = (
+        "_terms",
+        "grad_norm",
+        "is_applied",
+        "micro_batch_size",
+        "noise_scale",
+        "num_micro_batches",
+        "reduction",
+        "weight",
+    )
+
+    def __init__(
+        self,
+        *,
+        terms: Terms | Callable[[], Terms],
+        weight: Any,
+        grad_norm: float,
+        num_micro_batches: int,
+        micro_batch_size: int | None,
+        is_applied: bool,
+        reduction: Reduction = "mean",
+        noise_scale: float | None = None,
+    ) -> None:
+        self._terms = terms
+        self.weight = weight
+        """The total weight of the batch; a tuple where the loss has several terms."""
+        self.grad_norm = grad_norm
+        """The norm of the whole gradient, before clipping."""
+        self.num_micro_batches = num_micro_batches
+        self.micro_batch_size = micro_batch_size
+        self.is_applied = is_applied
+        """False if the parameters were left alone: the weight was zero or the gradient not finite."""
+        self.reduction: Reduction = reduction
+        self.noise_scale = noise_scale
+
+    @property
+    def terms(self) -> Terms:
+        """The loss of the whole batch, term by term."""
+        if callable(self._terms):
+            self._terms = self._terms()
+        return self._terms
+
+    @property
+    def loss(self) -> float:
+        """The loss of the whole batch; not a number if the total weight is zero."""
+        has_weight = self.reduction == "sum" or any(as_terms(self.weight))
+        return float(sum(self.terms)) if has_weight else math.nan
+
+    def as_dict(self) -> dict[str, Any]:
+        """All values, as plain Python ones."""
+        return {
+            "loss": self.loss,
+            "terms": list(self.terms),
+            "weight": list(self.weight) if isinstance(self.weight, tuple) else self.weight,
+            "grad_norm": self.grad_norm,
+            "num_micro_batches": self.num_micro_batches,
+            "micro_batch_size": self.micro_batch_size,
+            "is_applied": self.is_applied,
+            "reduction": self.reduction,
+            "noise_scale": self.noise_scale,
+        }
+
+    def __repr__(self) -> str:
+        applied = "" if self.is_applied else ", not applied"
+        return (
+            f"Step(loss={self.loss:.6g}, weight={self.weight}, grad_norm={self.grad_norm:.4g}, "
+            f"{self.num_micro_batches} micro-batches of {self.micro_batch_size}{applied})"
+        )
+
+
+class History:
+    """The steps of a run, epoch by epoch.
+
+    for epoch in range(3):
+        for batch in loader:
+            history.append(accumulator.step(batch))
+        history.end_epoch()
+    history.losses  # three numbers
+    """
+
+    def __init__(self) -> None:
+        self._epochs: list[list[Step]] = [[]]
+
+    def append(self, step: Step) -> None:
+        """Adds a step to the epoch that is running."""
+        self._epochs[-1].append(step)
+
+    def end_epoch(self) -> None:
+        """Ends the epoch; the next step belongs to the next one."""
+        self._epochs.append([])
+
+    @property
+    def steps(self) -> list[Step]:
+        """All steps in order."""
+        return [step for epoch in self._epochs for step in epoch]
+
+    @property
+    def losses(self) -> list[float]:
+        """One number per epoch: the mean loss, weighted as the batches were."""
+        return [epoch_loss(epoch) for epoch in self._epochs if epoch]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._epochs))
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes JSON lines, one per step. The file is there whole or not at all."""
+        part = Path(f"{os.fspath(path)}.part")
+        with part.open("w", encoding="utf-8") as file:
+            for number, (epoch, step) in enumerate(self._numbered()):
+                record = {"step": number, "epoch": epoch, **_to_json(step.as_dict())}
+                file.write(json.dumps(record, allow_nan=False) + "\n")
+        part.replace(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "History":
+        """Reads what `save` wrote."""
+        history = cls()
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                record = _from_json(json.loads(line))
+                epoch = record.pop("epoch")
+                del record["step"], record["loss"]
+                record["terms"] = tuple(record["terms"])
+                if isinstance(record["weight"], list):
+                    record["weight"] = tuple(record["weight"])
+                step = Step(**record)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise StateError(f"line {number} of {path} is no step of a history: {error}") from error
+            while len(history._epochs) <= epoch:
+                history.end_epoch()
+            history.append(step)
+        return history
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draws the loss over the steps, and the mean of each epoch; returns the matplotlib figure."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingExtraError('History.plot needs matplotlib: pip install "bigbatch[cli]"') from error
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        axes.plot([step.loss for step in self.steps], linewidth=1, label="step")
+        ends = [sum(map(len, self._epochs[: i + 1])) - 1 for i, epoch in enumerate(self._epochs) if epoch]
+        axes.plot(ends, self.losses, marker="o", label="mean of the epoch")
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss")
+        axes.legend()
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def _numbered(self) -> Iterator[tuple[int, Step]]:
+        return ((number, step) for number, epoch in enumerate(self._epochs) for step in epoch)
+
+
+def epoch_loss(steps: Iterable[Step]) -> float:
+    """The loss of all samples (or tokens) of an epoch: each term a mean by its own weight."""
+    sums: dict[int, float] = {}
+    weights: dict[int, float] = {}
+    for step in steps:
+        for number, (term, weight) in enumerate(zip(step.terms, as_terms(step.weight), strict=True)):
+            if weight:  # a term over nothing says nothing, not even if it is 0/0
+                sums[number] = sums.get(number, 0.0) + term * (1 if step.reduction == "sum" else weight)
+                weights[number] = weights.get(number, 0.0) + weight
+    return sum(sums[number] / weights[number] for number in sums) if sums else math.nan
+
+
+def _to_json(value: Any) -> Any:
+    """JSON knows no infinity and no NaN: they travel as text."""
+    if isinstance(value, dict):
+        return {key: _to_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_to_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _from_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    return float(value) if value in ("nan", "inf", "-inf") else value

@@ -1,0 +1,93 @@
+"""A stream of micro-batches becomes windows; a batch size becomes cuts."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Generic, TypeVar, overload
+
+from .errors import OptionError
+
+T = TypeVar("T")
+AccumulationSteps = int | Callable[[int], int]
+
+
+class Window(Sequence[T], Generic[T]):
+    """The micro-batches that make up one step, in order."""
+
+    __slots__ = ("_micro_batches",)
+
+    def __init__(self, micro_batches: Iterable[T]) -> None:
+        self._micro_batches = tuple(micro_batches)
+
+    def __len__(self) -> int:
+        return len(self._micro_batches)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Window[T]": ...
+    def __getitem__(self, index: int | slice) -> "T | Window[T]":
+        picked = self._micro_batches[index]
+        return Window(picked) if isinstance(index, slice) else picked  # type: ignore[arg-type, return-value]
+
+    def __repr__(self) -> str:
+        return f"Window of {len(self)} micro-batches"
+
+
+class windows(Generic[T]):  # noqa: N801 - reads as the function that it stands for, like `range`
+    """Groups a stream of micro-batches into windows; the last one may be shorter.
+
+    Stands for
+
+        window = []
+        for micro_batch in stream:
+            window.append(micro_batch)
+            if len(window) == accumulation_steps:
+                yield window
+                window = []
+        if window:
+            yield window
+
+    `accumulation_steps` is a number, or a function of the step number (a batch-size ramp). The step number
+    starts at `first_step` and counts on when the same object is iterated again, epoch after epoch.
+    """
+
+    def __init__(self, iterable: Iterable[T], accumulation_steps: AccumulationSteps, *, first_step: int = 0) -> None:
+        if not callable(accumulation_steps):
+            positive("accumulation_steps", accumulation_steps)
+        self._iterable = iterable
+        self._accumulation_steps = accumulation_steps
+        self.next_step = first_step
+
+    def __iter__(self) -> Iterator[Window[T]]:
+        stream = iter(self._iterable)
+        while window := Window(islice(stream, steps_at(self._accumulation_steps, self.next_step))):
+            self.next_step += 1
+            yield window
+
+    def __len__(self) -> int:
+        if callable(self._accumulation_steps):
+            raise TypeError("windows of a varying number of micro-batches have no length")
+        return -(-len(self._iterable) // self._accumulation_steps)  # type: ignore[arg-type]
+
+
+def steps_at(accumulation_steps: AccumulationSteps, step: int) -> int:
+    """How many micro-batches the window of this step has."""
+    if callable(accumulation_steps):
+        return positive(f"accumulation_steps({step})", accumulation_steps(step))
+    return accumulation_steps
+
+
+def cuts(batch_size: int, micro_batch_size: int) -> list[slice]:
+    """Where a batch is cut: all micro-batches full but the last, which takes what is left."""
+    return [slice(start, min(start + micro_batch_size, batch_size)) for start in range(0, batch_size, micro_batch_size)]
+
+
+def positive(name: str, value: Any) -> int:
+    """The value as an int, if it is a whole number of at least 1."""
+    try:
+        number = value.__index__()
+    except (AttributeError, TypeError):
+        number = 0
+    if number < 1 or isinstance(value, bool):
+        raise OptionError(f"{name} is {value!r}: pass a whole number of at least 1")
+    return int(number)

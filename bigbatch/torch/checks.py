@@ -1,0 +1,98 @@
+"""What can be seen to be wrong before anything is changed."""
+
+import inspect
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ..core.errors import BigBatchWarning, LossError, OptionError
+from ..core.weight import Terms, check_terms
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptionError(
+            f"{type(optimizer).__name__} asks for a closure, to compute the loss several times in one step, "
+            "which accumulation cannot offer: use an optimizer that steps on one gradient"
+        )
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    own = set(model.parameters())
+    if held.isdisjoint(own):
+        raise OptionError(
+            f"the optimizer holds {len(held)} parameters but none of the model's {len(own)}: "
+            "make it from model.parameters()"
+        )
+
+
+def check_scheduler(scheduler: Any) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise OptionError(
+            "ReduceLROnPlateau wants a metric with every step: step it yourself where you have the metric"
+        )
+
+
+def check_clip(name: str, value: float | None) -> None:
+    if value is not None and not (value > 0 and not math.isnan(value)):
+        raise OptionError(f"{name} is {value!r}: pass a number above 0, or None")
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and torch.promote_types(dtype, torch.float32) != dtype:
+        raise OptionError(
+            f"accumulate_dtype={dtype} is narrower than torch.float32 and would lose low bits: "
+            "pass torch.float32 or torch.float64, or None"
+        )
+
+
+def check_loss(terms: Terms, num_weights: int) -> None:
+    """Refuses what no gradient can be taken of."""
+    check_terms(len(terms), num_weights)
+    for term in terms:
+        if not isinstance(term, Tensor):
+            raise LossError(f"the loss is a {type(term).__name__}: return a scalar tensor, or a tuple of them")
+        if term.numel() != 1:
+            raise LossError(
+                f"the loss has the shape {tuple(term.shape)}, so {term.numel()} numbers instead of 1: "
+                "return the mean, for example loss.mean()"
+            )
+    if not any(term.requires_grad for term in terms):
+        raise LossError(
+            "the loss has no graph: compute it from the model's output, with gradients enabled and undetached"
+        )
+
+
+def tell_batch_norm(model: nn.Module) -> None:
+    """Says that BatchNorm sees micro-batches, if it does."""
+    if names := batch_norms(model):
+        warnings.warn(
+            f"{len(names)} BatchNorm layer{'s' * (len(names) != 1)} in training mode ({names[0]} first) normalise by "
+            "the micro-batch, so the result is not that of the full batch: put them into eval mode, or use "
+            "GroupNorm or LayerNorm, to be exact; verify() shows how far apart it is",
+            BigBatchWarning,
+            stacklevel=4,
+        )
+
+
+def tell_not_finite(name: str | None, step: int) -> None:
+    """Says why a step was skipped."""
+    warnings.warn(
+        f"step {step} was skipped: the gradient of {name} is not finite; "
+        "the parameters are unchanged and the next window starts clean",
+        BigBatchWarning,
+        stacklevel=5,
+    )
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """The names of the BatchNorm layers that normalise by what they are fed."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    ]

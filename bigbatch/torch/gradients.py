@@ -1,0 +1,237 @@
+"""The gradient sums of a window: collected out of the way of .grad, then finished as one gradient."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import GradientError
+
+Sums = dict[Tensor, Tensor]  # by parameter; a parameter that got no gradient is not in it
+
+HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # from torch 2.10 on, .grad may be wider than its parameter
+
+
+class Gradients:
+    """Collects what backward passes leave, in at least float32 whatever the parameters are."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str], dtype: torch.dtype | None = None
+    ) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        self._dtype = dtype
+        self._takes_wide: bool | None = None
+
+    @property
+    def parameters(self) -> list[Any]:
+        """What the optimizer holds now: groups may be added while training."""
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def wide_dtype(self, parameter: Tensor) -> torch.dtype:
+        """The dtype in which this parameter's gradients are added up: at least float32."""
+        return torch.promote_types(parameter.dtype, self._dtype or torch.float32)
+
+    def is_widened(self, parameter: Tensor) -> bool:
+        return self.wide_dtype(parameter) != parameter.dtype
+
+    @contextmanager
+    def collecting(self, sums: Sums) -> Iterator[Callable[[], None]]:
+        """Inside, backward passes add to `sums`; before and after, .grad is None.
+
+        Keeping the sums away from .grad between micro-batches makes a stray `optimizer.zero_grad()` in the
+        user's loop harmless. If anything is raised inside, the sums are half added to: they are emptied.
+        Yields a function to call after each backward pass.
+        """
+        parameters = self.parameters
+        self.refuse_foreign(parameters)
+        wide = [p for p in parameters if self.is_widened(p)]
+        restore = [_widen(p, self.wide_dtype(p), sums) for p in wide]
+        by_hook = () if HAS_GRAD_DTYPE else set(wide)
+        try:
+            for p, g in sums.items():
+                if p not in by_hook:
+                    p.grad = g
+            yield _compaction(parameters)
+            sums.update((p, p.grad) for p in parameters if p.grad is not None)
+        except BaseException:
+            sums.clear()
+            raise
+        finally:
+            clear(parameters)
+            for undo in restore:
+                undo()
+
+    def refuse_foreign(self, parameters: Sequence[Tensor]) -> None:
+        """Refuses gradients that somebody else left. Zeros (`zero_grad(set_to_none=False)`) are let go."""
+        foreign = [p for p in parameters if p.grad is not None]
+        if not foreign:
+            return
+        with torch.no_grad():
+            nonzero = [p for p in foreign if bool((_values(p.grad) != 0).any())]  # type: ignore[arg-type]
+        if nonzero:
+            raise GradientError(
+                f"{len(nonzero)} of {len(parameters)} parameters hold a gradient that is not of this window "
+                f"({self.name(nonzero[0])} first): call optimizer.zero_grad() to drop it, or add what it is "
+                "the gradient of to the loss"
+            )
+        clear(foreign)
+
+    @contextmanager
+    def handed_over(self, sums: Sums) -> Iterator[None]:
+        """Inside, .grad holds the sums, as the optimizer wants them; after, .grad is None and `sums` empty.
+
+        A sum that is wider than its parameter is rounded once, one parameter at a time, unless the optimizer
+        can take it as it is.
+        """
+        restore = []
+        for p in list(sums):
+            g = sums.pop(p)
+            declared = p.grad_dtype if HAS_GRAD_DTYPE else p.dtype
+            if g.dtype != declared and self._optimizer_takes_wide(p, g.dtype):
+                restore.append(_set_grad_dtype(p, g.dtype))
+                declared = g.dtype
+            p.grad = g if declared is None else g.to(declared)
+        try:
+            yield
+        finally:
+            clear(self.parameters)
+            for undo in restore:
+                undo()
+
+    def _optimizer_takes_wide(self, parameter: Tensor, dtype: torch.dtype) -> bool:
+        if self._takes_wide is None:
+            self._takes_wide = HAS_GRAD_DTYPE and takes_wide(self._optimizer, parameter, dtype)
+        return self._takes_wide
+
+    def name(self, parameter: Tensor) -> str:
+        return self._names.get(parameter, f"one of shape {tuple(parameter.shape)}")
+
+    def first_not_finite(self, sums: Sums) -> str | None:
+        """The name of the first parameter whose gradient has an infinity or a NaN in it."""
+        for p, g in sums.items():
+            if not bool(torch.isfinite(_values(g)).all()):
+                return self.name(p)
+        return None
+
+
+def clear(parameters: Sequence[Tensor]) -> None:
+    for p in parameters:
+        p.grad = None
+
+
+def values(sums: Sums) -> list[Tensor]:
+    """The sums as real, dense tensors that share their memory."""
+    for p, g in sums.items():
+        if g.is_sparse and not g.is_coalesced():
+            sums[p] = g.coalesce()
+    return [_values(g) for g in sums.values()]
+
+
+def scale(tensors: list[Tensor], factor: float) -> None:
+    if tensors and factor != 1.0:
+        torch._foreach_mul_(tensors, factor)
+
+
+def add(sums: Sums, others: Sums) -> None:
+    for p, g in others.items():
+        sums[p] = sums[p] + g if p in sums else g
+
+
+def norm(tensors: list[Tensor]) -> float:
+    """The norm over all of them. Reading it is the one moment in a step that waits for the device."""
+    if not tensors:
+        return 0.0
+    total = _norm(torch._foreach_norm(tensors))
+    if not math.isfinite(total) and all(bool(torch.isfinite(t).all()) for t in tensors):
+        # finite numbers whose squares are too large for float32
+        total = _norm(torch._foreach_norm([t.double() for t in tensors]))
+    return total
+
+
+def _norm(norms: Sequence[Tensor]) -> float:
+    device = norms[0].device
+    wide = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+    return float(torch.linalg.vector_norm(torch.stack([n.to(device, wide) for n in norms])))
+
+
+def clip(tensors: list[Tensor], total_norm: float, clip_norm: float | None, clip_value: float | None) -> None:
+    """By norm as torch.nn.utils.clip_grad_norm_ does it, then by value."""
+    if clip_norm is not None:
+        scale(tensors, min(clip_norm / (total_norm + 1e-6), 1.0))
+    if clip_value is not None and tensors:
+        torch._foreach_clamp_min_(tensors, -clip_value)
+        torch._foreach_clamp_max_(tensors, clip_value)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    gradient = gradient._values() if gradient.is_sparse else gradient
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def _compaction(parameters: Sequence[Tensor]) -> Callable[[], None]:
+    """Keeps sparse gradients from growing with the number of micro-batches.
+
+    Adding sparse gradients strings their entries together. Once there are more of them than rows, entries of
+    the same row are added up. How many there are is known without asking the device.
+    """
+    sparse: list[Tensor] | None = None
+
+    def compact() -> None:
+        nonlocal sparse
+        if sparse is None:
+            sparse = [p for p in parameters if p.grad is not None and p.grad.is_sparse]
+        for p in sparse:
+            if p.grad is not None and p.grad.is_sparse and p.grad._nnz() > p.shape[0]:
+                p.grad = p.grad.coalesce()
+
+    return compact
+
+
+def _widen(parameter: Tensor, dtype: torch.dtype, sums: Sums) -> Callable[[], None]:
+    """Lets backward passes add up in this dtype; returns how to undo that."""
+    if HAS_GRAD_DTYPE:
+        return _set_grad_dtype(parameter, dtype)
+
+    def add_up(p: Tensor) -> None:
+        assert p.grad is not None
+        sums[p] = sums[p].add_(p.grad) if p in sums else p.grad.to(dtype)
+        p.grad = None  # the low-precision gradient is freed at once
+
+    handle = parameter.register_post_accumulate_grad_hook(add_up)
+    return lambda: handle.remove()
+
+
+def _set_grad_dtype(parameter: Any, dtype: torch.dtype) -> Callable[[], None]:
+    before = parameter.grad_dtype
+    parameter.grad_dtype = dtype
+
+    def undo() -> None:
+        parameter.grad_dtype = before
+
+    return undo
+
+
+def takes_wide(optimizer: torch.optim.Optimizer, parameter: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the optimizer steps on a gradient wider than its parameter, and keeps no wider state for it.
+
+    Tried out on an optimizer of the same kind with one small parameter: SGD without momentum can, Adam in
+    torch 2.13 cannot. Wider state would be narrowed by `optimizer.load_state_dict`.
+    """
+    for group in optimizer.param_groups:
+        trial: Any = torch.nn.Parameter(torch.zeros(2, 2, dtype=parameter.dtype, device=parameter.device))
+        trial.grad_dtype = dtype
+        trial.grad = torch.zeros(2, 2, dtype=dtype, device=parameter.device)
+        try:
+            twin: Any = type(optimizer)
+            twin = twin([trial], **{name: group[name] for name in optimizer.defaults})
+            twin.step()
+        except Exception:  # whatever a foreign optimizer raises means no
+            return False
+        state = twin.state[trial].values()
+        if any(isinstance(s, Tensor) and s.ndim and s.dtype != trial.dtype for s in state):
+            return False
+    return True

@@ -1,0 +1,82 @@
+"""Mixed precision: in which dtype the loss is computed, and how small gradients are kept from vanishing."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+
+from ..core.errors import OptionError
+from ..core.weight import Terms, is_number
+from .gradients import Sums
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Autocast around the loss and, for float16, a GradScaler around the step.
+
+    with precision.autocast():
+        loss = …
+    precision.backward((loss,), (scale,))   # for every micro-batch
+    precision.unscale(optimizer, sums)      # once a step
+    precision.step(optimizer)               # once a step, if the gradient is finite
+    precision.update()                      # once a step
+    """
+
+    def __init__(
+        self,
+        precision: str | None,
+        scaler: GradScaler | None,
+        parameters: Sequence[Tensor],
+        is_widened: Callable[[Tensor], bool],
+    ) -> None:
+        if precision is not None and precision not in DTYPES:
+            raise OptionError(f'precision={precision!r} is unknown: pass None, "bf16" or "fp16"')
+        self.device = parameters[0].device.type
+        self.dtype = None if precision is None else DTYPES[precision]
+        self.scaler = GradScaler(self.device) if precision == "fp16" and scaler is None else scaler
+        if self.scaler is not None and (wide := [p for p in parameters if is_widened(p)]):
+            raise OptionError(
+                f"a GradScaler wants parameters whose gradients add up in their own dtype but {len(wide)} of "
+                f"{len(parameters)} are {wide[0].dtype}: call model.float() and leave accumulate_dtype out"
+            )
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.dtype is None else torch.autocast(self.device, self.dtype)
+
+    def backward(self, losses: Terms, scales: Terms, *, keep_graph: bool = False) -> None:
+        """Adds the gradient of sum_t scale_t * loss_t to .grad; a term with scale 0 counts nothing.
+
+        The scale enters as the gradient that backward starts from, which saves the multiplication and its
+        own backward pass.
+        """
+        counted = []
+        seeds = []
+        for loss, scale in zip(losses, scales, strict=True):
+            if not loss.requires_grad or (is_number(scale) and scale == 0):
+                continue
+            seed = loss.new_full(loss.shape, scale) if is_number(scale) else scale.to(loss).reshape(loss.shape)
+            counted.append(loss)
+            seeds.append(seed if self.scaler is None else self.scaler.scale(seed).to(loss.dtype))
+        if counted:
+            torch.autograd.backward(counted, seeds, retain_graph=keep_graph)
+
+    def unscale(self, optimizer: torch.optim.Optimizer, sums: Sums) -> None:
+        if self.scaler is not None:
+            for parameter, gradient in sums.items():
+                parameter.grad = gradient
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+
+    def update(self) -> None:
+        """Lets the scaler raise or lower its scale."""
+        if self.scaler is not None:
+            self.scaler.update()

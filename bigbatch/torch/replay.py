@@ -1,0 +1,81 @@
+"""Random numbers that do not depend on how a batch is cut: drawn once for the batch, handed out in parts."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DROPOUT = torch.ops.aten.native_dropout.default
+
+
+class Recording(TorchDispatchMode):
+    """Remembers every random draw made inside, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: list[Tensor | None] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if is_random(func):
+            drawn = out[1] if func is DROPOUT else out
+            self.draws.append(drawn.clone() if isinstance(drawn, Tensor) else None)
+        return out
+
+
+class Replay(TorchDispatchMode):
+    """Hands out, for a part of the batch, that part of what was drawn for the whole.
+
+    `is_faithful` is false once a draw had no counterpart: a kind of draw that cannot be cut, or a number of
+    draws that depends on the data.
+    """
+
+    def __init__(self, draws: list[Tensor | None], batch_size: int) -> None:
+        super().__init__()
+        self._draws = draws
+        self._batch_size = batch_size
+        self._part = slice(0, batch_size)
+        self._next = 0
+        self.is_faithful = True
+
+    def start(self, part: slice) -> None:
+        """From here on the draws are for this part of the batch."""
+        self._part = part
+        self._next = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not is_random(func):
+            return out
+        fresh = out[1] if func is DROPOUT else out
+        drawn = self._draws[self._next] if self._next < len(self._draws) else None
+        self._next += 1
+        mine = part_of(drawn, fresh, self._part, self._batch_size)
+        if mine is None:
+            self.is_faithful = False
+            return out
+        fresh.copy_(mine)
+        if func is DROPOUT:
+            source, probability = args[0], args[1]
+            return source * fresh / (1 - probability) if probability < 1 else out[0], fresh
+        return out
+
+
+def part_of(drawn: Tensor | None, fresh: Any, part: slice, batch_size: int) -> Tensor | None:
+    """The part of a draw that belongs to a part of the batch: along the one axis that scales with it."""
+    if drawn is None or not isinstance(fresh, Tensor) or drawn.ndim != fresh.ndim:
+        return None
+    differing = [axis for axis in range(drawn.ndim) if drawn.shape[axis] != fresh.shape[axis]]
+    if not differing:  # nothing to do with the batch, or the whole of it
+        return drawn
+    axis = differing[0]
+    each = drawn.shape[axis] // batch_size  # an axis may hold batch times heads, batch times tokens
+    size = part.stop - part.start
+    if len(differing) > 1 or each * batch_size != drawn.shape[axis] or each * size != fresh.shape[axis]:
+        return None
+    return drawn.narrow(axis, part.start * each, size * each)
+
+
+def is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags

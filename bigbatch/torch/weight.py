@@ -1,0 +1,41 @@
+"""What micro-batches count, as plain numbers; the arithmetic with them is in core/weight.py."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.weight import Terms, as_terms, check_terms, check_weight
+
+Weight = Callable[[Any], Any]
+
+
+def weigh(micro_batches: Sequence[Any], weight: Weight) -> list[Terms]:
+    """The weight of each micro-batch, checked; what is on a device is fetched in one go."""
+    weights = read([as_terms(weight(micro_batch)) for micro_batch in micro_batches])
+    check_all(weights)
+    return weights
+
+
+def check_all(weights: Sequence[Terms]) -> None:
+    for number, weight in enumerate(weights):
+        check_weight(weight, of=f"micro-batch {number + 1}")
+        check_terms(len(weights[0]), len(weight))
+
+
+def on_host(weight: Terms) -> Terms:
+    """Plain numbers where no device has to be asked; weights per sample are added up."""
+    summed = (w.detach().sum() if isinstance(w, Tensor) else w for w in weight)
+    return tuple(w.item() if isinstance(w, Tensor) and w.device.type == "cpu" else w for w in summed)
+
+
+def read(weights: Sequence[Terms]) -> list[Terms]:
+    """Plain numbers; those that are on a device are fetched together."""
+    known = [on_host(weight) for weight in weights]
+    waiting = [w for weight in known for w in weight if isinstance(w, Tensor)]
+    if not waiting:
+        return known
+    wide = torch.float64 if waiting[0].device.type != "mps" else torch.float32
+    fetched = iter(torch.stack([w.to(wide) for w in waiting]).tolist())
+    return [tuple(next(fetched) if isinstance(w, Tensor) else w for w in weight) for weight in known]
