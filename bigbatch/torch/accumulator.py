@@ -116,12 +116,13 @@ class Accumulator:
         micro_batches, sizes = self._micro_batches(batch)
         weights = [(size,) for size in sizes] if self.weight is None else weigh(micro_batches, self.weight)
         total = totals(weights)
-        by = [scales(weight, total, self.reduction) for weight in weights]
+        scale_of = {weight: scales(weight, total, self.reduction) for weight in set(weights)}
+        by = [scale_of[weight] for weight in weights]
         self._tell_batch_norm(len(by))
 
         sums: Sums = {}
-        losses = []
-        counted = []
+        losses: list[list[Tensor]] = []
+        counted: list[Terms] = []
         with self._gradients.collecting(sums) as compact:
             for micro_batch, scale in zip(micro_batches, by, strict=True):
                 if not any(scale):
@@ -131,7 +132,7 @@ class Accumulator:
                 checks.check_loss(terms, len(scale))
                 self._precision.backward(terms, scale)
                 compact()
-                losses.append(tuple(term.detach() for term in terms))
+                losses.append([term.detach() for term in terms])
                 counted.append(scale)
         return self._apply(sums, losses, counted, total, len(by), max(sizes, default=None))
 
@@ -200,7 +201,7 @@ class Accumulator:
                     is_last = t == len(window.sums) - 1
                     self._precision.backward(losses[t : t + 1], scale[t : t + 1], keep_graph=not is_last)
                     compact()
-        window.losses.append(tuple(term.detach() for term in losses))
+        window.losses.append([term.detach() for term in losses])
 
     def flush(self) -> Step | None:
         """Makes the step of the window that is open, however short; None if none is."""
@@ -222,7 +223,7 @@ class Accumulator:
     def _apply(
         self,
         sums: Sums,
-        losses: list[tuple[Tensor, ...]],
+        losses: Sequence[Sequence[Tensor]],
         by: list[Terms],
         total: Terms,
         num_micro_batches: int,
@@ -302,7 +303,7 @@ class Accumulator:
         self.num_steps = state["num_steps"]
 
 
-def later(losses: list[tuple[Tensor, ...]], by: list[Terms]) -> Callable[[], Terms]:
+def later(losses: Sequence[Sequence[Tensor]], by: list[Terms]) -> Callable[[], Terms]:
     """The loss of the whole batch, fetched from the device when somebody asks for it."""
     stacked = [torch.stack(term) for term in zip(*losses, strict=True)]
     return lambda: weighted(list(zip(*(term.tolist() for term in stacked), strict=True)), by)

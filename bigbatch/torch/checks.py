@@ -53,6 +53,7 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 def check_loss(terms: Terms, num_weights: int) -> None:
     """Refuses what no gradient can be taken of."""
     check_terms(len(terms), num_weights)
+    has_graph = False
     for term in terms:
         if not isinstance(term, Tensor):
             raise LossError(f"the loss is a {type(term).__name__}: return a scalar tensor, or a tuple of them")
@@ -61,7 +62,8 @@ def check_loss(terms: Terms, num_weights: int) -> None:
                 f"the loss has the shape {tuple(term.shape)}, so {term.numel()} numbers instead of 1: "
                 "return the mean, for example loss.mean()"
             )
-    if not any(term.requires_grad for term in terms):
+        has_graph |= term.requires_grad
+    if not has_graph:
         raise LossError(
             "the loss has no graph: compute it from the model's output, with gradients enabled and undetached"
         )

@@ -1,5 +1,6 @@
 """The gradient sums of a window: collected out of the way of .grad, then finished as one gradient."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ class Gradients:
 
     def wide_dtype(self, parameter: Tensor) -> torch.dtype:
         """The dtype in which this parameter's gradients are added up: at least float32."""
-        return torch.promote_types(parameter.dtype, self._dtype or torch.float32)
+        return _promoted(parameter.dtype, self._dtype or torch.float32)
 
     def is_widened(self, parameter: Tensor) -> bool:
         return self.wide_dtype(parameter) != parameter.dtype
@@ -90,11 +91,13 @@ class Gradients:
         restore = []
         for p in list(sums):
             g = sums.pop(p)
-            declared = p.grad_dtype if HAS_GRAD_DTYPE else p.dtype
-            if g.dtype != declared and self._optimizer_takes_wide(p, g.dtype):
+            if g.dtype == p.dtype:
+                p.grad = g
+            elif self._optimizer_takes_wide(p, g.dtype):
                 restore.append(_set_grad_dtype(p, g.dtype))
-                declared = g.dtype
-            p.grad = g if declared is None else g.to(declared)
+                p.grad = g
+            else:
+                p.grad = g.to(p.grad_dtype if HAS_GRAD_DTYPE else p.dtype)
         try:
             yield
         finally:
@@ -116,6 +119,9 @@ class Gradients:
             if not bool(torch.isfinite(_values(g)).all()):
                 return self.name(p)
         return None
+
+
+_promoted = functools.cache(torch.promote_types)
 
 
 def clear(parameters: Sequence[Tensor]) -> None:
@@ -153,6 +159,8 @@ def norm(tensors: list[Tensor]) -> float:
 
 
 def _norm(norms: Sequence[Tensor]) -> float:
+    if all(n.device.type == "cpu" for n in norms):
+        return math.hypot(*(n.item() for n in norms))
     device = norms[0].device
     wide = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
     return float(torch.linalg.vector_norm(torch.stack([n.to(device, wide) for n in norms])))

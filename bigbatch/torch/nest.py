@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -34,20 +34,29 @@ def map_tensors(change: Callable[[Tensor], Any], nest: Any) -> Any:
     return nest
 
 
-def tensors(nest: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the nest with the name it goes by, in the order of `map_tensors`."""
+def tensors(nest: Any) -> list[Tensor]:
+    """Every tensor of the nest, in the order of `map_tensors`."""
+    if type(nest) is tuple and all(isinstance(item, Tensor) for item in nest):
+        return list(nest)  # the usual case, without the detour
+    found: list[Tensor] = []
+    map_tensors(found.append, nest)
+    return found
+
+
+def names(nest: Any, name: str) -> Iterator[str]:
+    """What the tensors of the nest go by, in the same order."""
     if isinstance(nest, Tensor):
-        yield name, nest
+        yield name
     elif isinstance(nest, tuple | list):
         fields = getattr(nest, "_fields", None)
         for number, item in enumerate(nest):
-            yield from tensors(item, f"{name}.{fields[number]}" if fields else f"{name}[{number}]")
+            yield from names(item, f"{name}.{fields[number]}" if fields else f"{name}[{number}]")
     elif isinstance(nest, MutableMapping):
         for key, item in nest.items():
-            yield from tensors(item, f"{name}[{key!r}]")
+            yield from names(item, f"{name}[{key!r}]")
     elif is_dataclass(nest):
         for field in dataclasses.fields(nest):
-            yield from tensors(getattr(nest, field.name), f"{name}.{field.name}")
+            yield from names(getattr(nest, field.name), f"{name}.{field.name}")
 
 
 def is_dataclass(nest: Any) -> bool:
@@ -56,45 +65,49 @@ def is_dataclass(nest: Any) -> bool:
 
 def batch_size(batch: Any, name: str = "batch") -> int:
     """The size of the leading axis that all tensors share. A tensor without axes has none to share."""
-    first: tuple[str, int] | None = None
-    for leaf, tensor in tensors(batch, name):
-        if tensor.ndim == 0:
-            continue
-        if first is None:
-            first = leaf, tensor.shape[0]
-        elif tensor.shape[0] != first[1]:
-            raise BatchError(
-                f"{first[0]} has {first[1]} samples but {leaf} has {tensor.shape[0]}: all tensors of a batch "
-                "share their leading axis; what belongs to no sample goes into the loss by other ways"
-            )
-    if first is None:
+    leaves = tensors(batch)
+    sizes = {tensor.shape[0] for tensor in leaves if tensor.ndim}
+    if len(sizes) == 1 and 0 not in sizes:
+        return sizes.pop()
+    if not sizes:
         raise BatchError(
             f"the {name} has no tensor with a batch axis ({type(batch).__name__}): pass a tensor or a nest of tensors"
         )
-    if first[1] == 0:
-        raise BatchError(f"{first[0]} has 0 samples: leave empty batches out of the stream")
-    return first[1]
+    named = [(leaf, tensor.shape[0]) for leaf, tensor in zip(names(batch, name), leaves, strict=True) if tensor.ndim]
+    first, size = named[0]
+    for leaf, other in named:
+        if other != size:
+            raise BatchError(
+                f"{first} has {size} samples but {leaf} has {other}: all tensors of a batch share their leading "
+                "axis; what belongs to no sample goes into the loss by other ways"
+            )
+    raise BatchError(f"{first} has 0 samples: leave empty batches out of the stream")
 
 
 def cut(batch: Any, micro_batch_size: int) -> tuple[list[Any], list[int]]:
     """The micro-batches, as views where torch has them, and their sizes."""
     parts = cuts(batch_size(batch), micro_batch_size)
-    pieces = [_pieces(tensor, parts, name) for name, tensor in tensors(batch)]
-    micro_batches = []
-    for row in zip(*pieces, strict=True):
-        in_order = iter(row)
-        micro_batches.append(map_tensors(lambda _, pick=in_order: next(pick), batch))  # type: ignore[misc]
-    return micro_batches, [part.stop - part.start for part in parts]
+    leaves = tensors(batch)
+    rows = list(zip(*(_pieces(tensor, parts) for tensor in leaves), strict=True))
+    sizes = [part.stop - part.start for part in parts]
+    if type(batch) is tuple and len(batch) == len(leaves):  # a row is a micro-batch as it is
+        return rows, sizes
+    return [map_tensors(_next_of(row), batch) for row in rows], sizes
 
 
-def _pieces(tensor: Tensor, parts: list[slice], name: str) -> list[Tensor] | tuple[Tensor, ...]:
+def _next_of(row: tuple[Tensor, ...]) -> Callable[[Tensor], Tensor]:
+    in_order = iter(row)
+    return lambda _: next(in_order)
+
+
+def _pieces(tensor: Tensor, parts: list[slice]) -> Sequence[Tensor]:
     if tensor.ndim == 0:
         return [tensor] * len(parts)
-    if tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo):
-        raise BatchError(
-            f"{name} has the layout {tensor.layout}, which cannot be cut: "
-            "pass it dense, or feed its micro-batches as a Window"
-        )
-    if tensor.layout == torch.sparse_coo:
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return tensor.split(parts[0].stop)  # type: ignore[no-any-return]
+    if tensor.layout is torch.sparse_coo:
         return [torch.narrow_copy(tensor, 0, part.start, part.stop - part.start) for part in parts]
-    return tuple(tensor.split(parts[0].stop))
+    raise BatchError(
+        f"a tensor of the batch has the layout {tensor.layout}, which cannot be cut: "
+        "pass it dense, or feed its micro-batches as a Window"
+    )

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from ..core.errors import OptionError
-from ..core.weight import Terms, is_number
+from ..core.weight import Terms
 from .gradients import Sums
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,7 +37,9 @@ class Precision:
             raise OptionError(f'precision={precision!r} is unknown: pass None, "bf16" or "fp16"')
         self.device = parameters[0].device.type
         self.dtype = None if precision is None else DTYPES[precision]
+        self._full_precision = nullcontext()
         self.scaler = GradScaler(self.device) if precision == "fp16" and scaler is None else scaler
+        self._seeds: dict[Any, Tensor] = {}
         if self.scaler is not None and (wide := [p for p in parameters if is_widened(p)]):
             raise OptionError(
                 f"a GradScaler wants parameters whose gradients add up in their own dtype but {len(wide)} of "
@@ -45,7 +47,7 @@ class Precision:
             )
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.dtype is None else torch.autocast(self.device, self.dtype)
+        return self._full_precision if self.dtype is None else torch.autocast(self.device, self.dtype)
 
     def backward(self, losses: Terms, scales: Terms, *, keep_graph: bool = False) -> None:
         """Adds the gradient of sum_t scale_t * loss_t to .grad; a term with scale 0 counts nothing.
@@ -56,13 +58,23 @@ class Precision:
         counted = []
         seeds = []
         for loss, scale in zip(losses, scales, strict=True):
-            if not loss.requires_grad or (is_number(scale) and scale == 0):
-                continue
-            seed = loss.new_full(loss.shape, scale) if is_number(scale) else scale.to(loss).reshape(loss.shape)
-            counted.append(loss)
-            seeds.append(seed if self.scaler is None else self.scaler.scale(seed).to(loss.dtype))
+            if loss.requires_grad and (isinstance(scale, Tensor) or scale):
+                counted.append(loss)
+                seeds.append(self._seed(loss, scale))
         if counted:
             torch.autograd.backward(counted, seeds, retain_graph=keep_graph)
+
+    def _seed(self, loss: Tensor, scale: Any) -> Tensor:
+        if isinstance(scale, Tensor):
+            return self._scaled(scale, loss)
+        key = (scale, loss.dtype, loss.device, loss.ndim)
+        if key not in self._seeds:  # made once a window: most micro-batches count the same
+            self._seeds[key] = self._scaled(torch.full((), scale, dtype=loss.dtype, device=loss.device), loss)
+        return self._seeds[key]
+
+    def _scaled(self, scale: Tensor, loss: Tensor) -> Tensor:
+        scale = scale if self.scaler is None else self.scaler.scale(scale)
+        return scale.to(loss).expand(loss.shape)
 
     def unscale(self, optimizer: torch.optim.Optimizer, sums: Sums) -> None:
         if self.scaler is not None:
@@ -77,6 +89,7 @@ class Precision:
             self.scaler.step(optimizer)
 
     def update(self) -> None:
-        """Lets the scaler raise or lower its scale."""
+        """Ends the window: lets the scaler raise or lower its scale."""
+        self._seeds.clear()
         if self.scaler is not None:
             self.scaler.update()

@@ -19,7 +19,7 @@ class OpenWindow:
 
     tally: Tally
     sums: list[Sums]
-    losses: list[tuple[Tensor, ...]] = field(default_factory=list)
+    losses: list[list[Tensor]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.tally.weights)
@@ -31,7 +31,7 @@ class OpenWindow:
             "reduction": self.tally.reduction,
             "weights": read(self.tally.weights),
             "reference": self.tally.reference,
-            "losses": [tuple(term.clone() for term in terms) for terms in self.losses],
+            "losses": [[term.clone() for term in terms] for terms in self.losses],
             "gradients": [{number[p]: g.clone() for p, g in sums.items()} for sums in self.sums],
             "shapes": [tuple(p.shape) for p in parameters],
         }
@@ -64,7 +64,7 @@ class OpenWindow:
                 {parameters[k]: g.to(parameters[k].device, copy=True) for k, g in sums.items()}
                 for sums in state["gradients"]
             ],
-            [tuple(terms) for terms in state["losses"]],
+            [list(terms) for terms in state["losses"]],
         )
 
 
