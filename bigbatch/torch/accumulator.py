@@ -125,16 +125,19 @@ class Accumulator:
         counted: list[Terms] = []
         with self._gradients.collecting(sums) as compact:
             for micro_batch, scale in zip(micro_batches, by, strict=True):
-                if not any(scale):
-                    continue  # counts nothing, and its mean over nothing may be 0/0
-                with self._precision.autocast():
-                    terms = as_terms(self.loss(self.model, micro_batch))
-                checks.check_loss(terms, len(scale))
-                self._precision.backward(terms, scale)
-                compact()
-                losses.append([term.detach() for term in terms])
-                counted.append(scale)
+                if any(scale):  # else it counts nothing, and its mean over nothing may be 0/0
+                    losses.append(self._accumulate(self.loss, micro_batch, scale))
+                    counted.append(scale)
+                    compact()
         return self._apply(sums, losses, counted, total, len(by), max(sizes, default=None))
+
+    def _accumulate(self, loss: Loss, micro_batch: Any, scale: Terms) -> list[Tensor]:
+        """Adds the gradient of one micro-batch; returns its losses and lets go of everything else."""
+        with self._precision.autocast():
+            terms = as_terms(loss(self.model, micro_batch))
+        checks.check_loss(terms, len(scale))
+        self._precision.backward(terms, scale)
+        return values_of(terms)
 
     def _micro_batches(self, batch: Any) -> tuple[Sequence[Any], list[int]]:
         """The micro-batches, and their sizes where those are known or needed."""
@@ -201,7 +204,7 @@ class Accumulator:
                     is_last = t == len(window.sums) - 1
                     self._precision.backward(losses[t : t + 1], scale[t : t + 1], keep_graph=not is_last)
                     compact()
-        window.losses.append([term.detach() for term in losses])
+        window.losses.append(values_of(losses))
 
     def flush(self) -> Step | None:
         """Makes the step of the window that is open, however short; None if none is."""
@@ -301,6 +304,11 @@ class Accumulator:
             self.scaler.load_state_dict(state["scaler"])
         self._open = opened
         self.num_steps = state["num_steps"]
+
+
+def values_of(losses: Terms) -> list[Tensor]:
+    """Copies, since a scalar may sit on the memory of all that it is the mean of (F.mse_loss in torch 2.13)."""
+    return [loss.detach().clone() for loss in losses]
 
 
 def later(losses: Sequence[Sequence[Tensor]], by: list[Terms]) -> Callable[[], Terms]:

@@ -20,7 +20,7 @@ class Recording(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if is_random(func):
             drawn = out[1] if func is DROPOUT else out
-            self.draws.append(drawn.clone() if isinstance(drawn, Tensor) else None)
+            self.draws.append(drawn.clone() if func is DROPOUT or is_whole(func, out) else None)
         return out
 
 
@@ -79,3 +79,9 @@ def part_of(drawn: Tensor | None, fresh: Any, part: slice, batch_size: int) -> T
 
 def is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def is_whole(func: Any, out: Any) -> bool:
+    """Whether the output is all that a draw leaves: not where noise is written into an argument on the side."""
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+    return isinstance(out, Tensor) and writes == (func._schema.returns[0].alias_info is not None)

@@ -42,7 +42,7 @@ def verify(
     its gradients on the model it is given.
     """
     micro_batch_size = positive("micro_batch_size", micro_batch_size)
-    with _random_state_kept(model):
+    with _random_state_kept(model), _dtype_noted(dtype):
         trial = Trial(copied(model, dtype), cast_to(batch, dtype), loss, micro_batch_size, weight, reduction)
         return _verify_loop(trial, step, tolerance) if step else _verify_accumulator(trial, tolerance)
 
@@ -158,6 +158,19 @@ def _quiet(model: nn.Module, *, dropout: bool) -> Any:
     """BatchNorm, and dropout if asked, out of the way."""
     batch_norm = set(batch_norms(model))
     return _in_eval([m for name, m in model.named_modules() if name in batch_norm or (dropout and _is_dropout(m))])
+
+
+@contextmanager
+def _dtype_noted(dtype: torch.dtype) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "dtype" in str(error) or "scalar type" in str(error):
+            error.add_note(
+                f"bigbatch: verify() compares on a copy of the model in {dtype}; if the loss brings tensors of another "
+                "dtype along, pass dtype=torch.float32 and a tolerance of about 1e-5"
+            )
+        raise
 
 
 @contextmanager

@@ -1,0 +1,69 @@
+"""Times that can be compared: all contestants in one process, taking turns in random order."""
+
+import random
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A contestant against the reference: the median time, and the ratios of each round."""
+
+    seconds: float
+    ratio: float
+    low: float
+    """The lower quartile of the ratios."""
+    high: float
+    """The upper quartile."""
+
+
+def interleaved(functions: dict[str, Callable[[], Any]], rounds: int, warmup: int) -> dict[str, list[float]]:
+    """The seconds that each function took in each round."""
+    turns = Turns(functions, rounds, warmup)
+    for _ in turns:
+        pass
+    return turns.times
+
+
+@dataclass
+class Turns:
+    """Runs every function once a round, in an order drawn anew each round; the warm-up rounds are not kept.
+
+    A framework that owns the training loop cannot be called for one window. It can be fed one: `guest` is
+    its name and a function that gives the micro-batches of a window, and the framework iterates over this
+    object. Between the guest's windows the others have their turns. The guest's time runs from the request
+    for its window's first micro-batch to the request after its last.
+    """
+
+    functions: dict[str, Callable[[], Any]]
+    rounds: int
+    warmup: int
+    guest: tuple[str, Callable[[], Iterable[Any]]] | None = None
+    times: dict[str, list[float]] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Any]:
+        draw = random.Random(0)
+        names = [*self.functions, *([self.guest[0]] if self.guest else [])]
+        for number in range(-self.warmup, self.rounds):
+            for name in draw.sample(names, len(names)):
+                start = perf_counter()
+                if name in self.functions:
+                    self.functions[name]()
+                elif self.guest:
+                    yield from self.guest[1]()
+                seconds = perf_counter() - start
+                if number >= 0:
+                    self.times.setdefault(name, []).append(seconds)
+
+
+def compare(times: dict[str, list[float]], reference: str) -> dict[str, Summary]:
+    """Each contestant against the reference, round by round: what slows a whole round cancels out."""
+    summaries = {}
+    for name, own in times.items():
+        ratios = [a / b for a, b in zip(own, times[reference], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        summaries[name] = Summary(statistics.median(own), middle, low, high)
+    return summaries

@@ -1,0 +1,370 @@
+"""Loops that somebody might write, run on random micro-gradients: the diagnosis has to name their mistake."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from bigbatch.core.diagnosis import Mix, explain_loop, explain_loss, unmix, whole_times
+
+stable = settings(derandomize=True, database=None, deadline=None, max_examples=60)
+
+WEIGHTS = (16, 11, 16, 5)
+
+
+def micro_gradients(num, seed=0, size=60):
+    """Gradients of different lengths that have something in common, as those of one model do."""
+    draw = np.random.default_rng(seed)
+    return (draw.normal(size=size) + draw.normal(size=(num, size))) * draw.uniform(0.3, 3.0, size=(num, 1))
+
+
+def mix_of(micro, gradient):
+    rows = np.vstack([micro, gradient])
+    return unmix(rows @ rows.T)
+
+
+def right_of(weights):
+    return np.array(weights, float) / sum(weights)
+
+
+def named(loop, weights=WEIGHTS, seed=0):
+    """What the diagnosis says of `loop(micro_gradients, weights)`."""
+    micro = micro_gradients(len(weights), seed)
+    return explain_loop(mix_of(micro, loop(micro, np.array(weights, float))), right_of(weights))
+
+
+def mixing(coefficients):
+    return lambda micro, weights: np.asarray(coefficients(weights), float) @ micro
+
+
+# --- unmix -----------------------------------------------------------------------------------------------
+
+
+@stable
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=8), st.integers(0, 1000))
+def test_unmix_recovers_the_coefficients(coefficients, seed):
+    micro = micro_gradients(len(coefficients), seed)
+    mix = mix_of(micro, np.array(coefficients) @ micro)
+    assume(np.abs(coefficients).max() > 1e-3)
+    np.testing.assert_allclose(mix.coefficients, coefficients, atol=1e-8)
+    assert mix.is_unique
+    assert mix.is_known
+    assert mix.residual < 1e-6
+
+
+def test_unmix_sees_what_is_in_no_micro_batch():
+    micro = micro_gradients(3)
+    rest = np.random.default_rng(9).normal(size=60)
+    rest -= np.linalg.pinv(micro) @ (micro @ rest)  # at right angles to all of them
+    gradient = np.array([0.2, 0.3, 0.5]) @ micro
+    mix = mix_of(micro, gradient + rest)
+    np.testing.assert_allclose(mix.coefficients, [0.2, 0.3, 0.5], atol=1e-8)
+    assert mix.residual == pytest.approx(np.linalg.norm(rest) / np.linalg.norm(gradient + rest))
+    assert not mix.is_known
+
+
+@pytest.mark.parametrize("micro", [np.ones((2, 5)), micro_gradients(4, size=3), np.eye(3)[[0, 1, 1]]])
+def test_unmix_says_where_other_coefficients_do_as_well(micro):
+    mix = mix_of(micro, micro.mean(axis=0))
+    assert not mix.is_unique
+    assert not mix.is_known
+    np.testing.assert_allclose(mix.coefficients @ micro, micro.mean(axis=0), atol=1e-9)
+
+
+def test_unmix_of_nothing():
+    micro = micro_gradients(3)
+    mix = mix_of(micro, np.zeros(60))
+    assert mix.residual == 0.0
+    np.testing.assert_array_equal(mix.coefficients, np.zeros(3))
+
+
+# --- a loop that is right --------------------------------------------------------------------------------
+
+
+@stable
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(0, 1000))
+def test_right_loop_made_no_mistake(weights, seed):
+    assert named(mixing(lambda w: w / w.sum()), weights, seed) is None
+
+
+def test_right_loop_over_a_micro_batch_of_nothing():
+    assert named(mixing(lambda w: w / w.sum()), (3, 0, 5)) is None
+
+
+# --- classic mistakes ------------------------------------------------------------------------------------
+
+
+def divided_by_number(w):
+    return np.ones(len(w)) / len(w)
+
+
+def not_divided(w):
+    return np.ones(len(w))
+
+
+def divided_by_more(w):
+    return np.ones(len(w)) / (len(w) + 2)
+
+
+def divided_by_full_size(w):
+    return w / (w.max() * len(w))
+
+
+def zeroed_between(w):
+    return np.where(np.arange(len(w)) < len(w) - 1, 0, w / w.sum())
+
+
+def zeroed_between_means(w):
+    return np.where(np.arange(len(w)) < len(w) - 1, 0, 1 / len(w))
+
+
+def first_left_out(w):
+    return np.where(np.arange(len(w)) == 0, 0, w / w.sum())
+
+
+def doubled(w):
+    return 2 * w / w.sum()
+
+
+def half_as_large(w):
+    return 0.47 * w / w.sum()
+
+
+MISTAKES = [
+    (divided_by_number, "divided by the number of micro-batches ({num}) although their weights differ (a mean of mean"),
+    (not_divided, "not divided: the micro-batches' mean losses are added up as they are"),
+    (divided_by_more, "short window under-scaled: divided by {more} although the window has {num} micro-batches"),
+    (
+        divided_by_full_size,
+        "short window under-scaled: divided by the size of a full window although this one is small",
+    ),
+    (zeroed_between, "only the last micro-batch counts: gradients are zeroed between micro-batches"),
+    (zeroed_between_means, "only the last micro-batch counts: gradients are zeroed between micro-batches"),
+    (first_left_out, "micro-batch 1 is left out"),
+    (doubled, "2 times too large: gradients of an earlier window were not zeroed"),
+    (half_as_large, "the whole gradient is 0.47 times what it should be"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "sentence"), MISTAKES, ids=[m.__name__ for m, _ in MISTAKES])
+@stable
+@given(weights=st.lists(st.integers(1, 60), min_size=4, max_size=8), seed=st.integers(0, 1000))
+def test_names_the_mistake(mistake, sentence, weights, seed):
+    assume(len(set(weights)) > 1)
+    said = named(mixing(mistake), weights, seed)
+    num = len(weights)
+    assert said.startswith(sentence.format(num=num, more=num + 2)), said
+    assert "it weights the micro-batches (" in said
+
+
+def test_shows_what_was_seen_and_what_is_right():
+    said = named(mixing(divided_by_number), (2, 2, 1))
+    assert said.endswith("it weights the micro-batches (0.333, 0.333, 0.333) where (0.4, 0.4, 0.2) is right")
+
+
+@pytest.mark.parametrize("left_out", [{0}, {2}, {3}, {0, 2}, {1, 3}])
+def test_names_the_micro_batches_that_are_left_out(left_out):
+    said = named(mixing(lambda w: [0 if k in left_out else x / w.sum() for k, x in enumerate(w)]))
+    assert said.startswith(f"micro-batch {', '.join(str(k + 1) for k in sorted(left_out))} is left out"), said
+
+
+def test_equal_weights_divided_by_a_full_window():
+    said = named(mixing(lambda w: np.ones(2) / 4), (8, 8))
+    assert said.startswith("short window under-scaled: divided by 4 although the window has 2 micro-batches")
+
+
+def test_mean_of_means_of_three_windows():
+    said = named(mixing(lambda w: 3 * np.ones(4) / 4))
+    assert said.startswith("3 times too large: gradients of an earlier window were not zeroed")
+
+
+def test_divided_by_too_few():
+    said = named(mixing(lambda w: np.ones(4) / 3))
+    assert said.startswith("over-scaled: divided by 3 although the window has 4 micro-batches")
+
+
+def test_short_window_of_a_longer_full_one_is_still_seen_as_scale():
+    """Sizes 8, 8, 5 divided by 32: what a full window of four would have had."""
+    said = named(mixing(lambda w: w / 32), (8, 8, 5))
+    assert said.startswith("the whole gradient is 0.656")
+    assert "(under-scaled or clipped)" in said
+
+
+def test_window_of_one():
+    assert named(mixing(lambda w: [1.0]), (7,)) is None
+    assert named(mixing(lambda w: [0.25]), (7,)).startswith("short window under-scaled: divided by 4")
+    assert named(mixing(lambda w: [2.0]), (7,)).startswith("2 times too large")
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "sentence"),
+    [
+        (lambda w: 2 * w / w.sum(), "2 times too large"),
+        (lambda w: [0.25, 0.0, 0.125], "it weights the micro-batches ("),
+        (lambda w: [0.3, 0.0, 0.6], "it weights the micro-batches ("),
+    ],
+)
+def test_names_a_mistake_beside_a_micro_batch_of_nothing(coefficients, sentence):
+    assert named(mixing(coefficients), (3, 0, 5)).startswith(sentence)
+
+
+def test_strange_weights_are_shown_as_they_are():
+    assert named(mixing(lambda w: [0.9, 0.1, 0.7, 0.3])).startswith("it weights the micro-batches (0.9, 0.1, 0.7, 0.3)")
+
+
+# --- clipping --------------------------------------------------------------------------------------------
+
+
+def clipped(gradient, max_norm):
+    return gradient * min(1.0, max_norm / (np.linalg.norm(gradient) + 1e-6))  # as torch.nn.utils does
+
+
+def each_before_scaling(micro, by, max_norm):
+    return sum(b * clipped(g, max_norm) for b, g in zip(by, micro, strict=True))
+
+
+def each_after_scaling(micro, by, max_norm):
+    return sum(clipped(b * g, max_norm) for b, g in zip(by, micro, strict=True))
+
+
+def running_sum(micro, by, max_norm):
+    total = np.zeros_like(micro[0])
+    for b, g in zip(by, micro, strict=True):
+        total = clipped(total + b * g, max_norm)
+    return total
+
+
+SCALES = {
+    "by weight": lambda w: w / w.sum(),
+    "by number": divided_by_number,
+    "undivided": not_divided,
+}
+CLIPPED = "the gradient is clipped after each micro-batch instead of once per step"
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("part", [1.0, 0.3], ids=["some", "all"])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("way", [each_before_scaling, each_after_scaling, running_sum], ids=lambda way: way.__name__)
+def test_names_clipping_per_micro_batch(way, scale, part, seed):
+    def loop(micro, weights):
+        by = SCALES[scale](weights)
+        sizes = np.linalg.norm(micro if way is each_before_scaling else by[:, None] * micro, axis=1)
+        return way(micro, by, part * (np.median(sizes) if part == 1.0 else sizes.min()))
+
+    assert named(loop, seed=seed).startswith(CLIPPED)
+
+
+def test_clipping_once_per_step_is_not_clipping_per_micro_batch():
+    said = named(lambda micro, w: clipped(w / w.sum() @ micro, 0.5))
+    assert said.startswith("the whole gradient is ")
+    assert "(under-scaled or clipped)" in said
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-3, 1e3, 1e9])
+def test_clipping_once_is_told_however_large_the_gradients_are(size):
+    """Huge gradients clipped to 1 make tiny coefficients: all of them, so no micro-batch is left out."""
+    micro = size * micro_gradients(4)
+    right = right_of(WEIGHTS)
+    max_norm = 0.5 * np.linalg.norm(right @ micro) if size < 1 else 1.0
+    said = explain_loop(mix_of(micro, (right @ micro) * max_norm / np.linalg.norm(right @ micro)), right)
+    assert said.startswith("the whole gradient is "), said
+
+
+def test_clipping_that_clips_nothing_is_no_mistake():
+    assert named(lambda micro, w: each_before_scaling(micro, w / w.sum(), 1e6)) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_other_shrinking_is_not_called_clipping(seed):
+    shrink = np.random.default_rng(seed).uniform(0.2, 0.9, size=4)
+    said = named(mixing(lambda w: shrink * w / w.sum()), seed=seed)
+    assert said.startswith("it weights the micro-batches (")
+
+
+def test_shrinking_too_little_to_be_clipping_does_not_crash():
+    """Each running sum shrunk by less than can be seen, all of them together by more."""
+    micro = micro_gradients(3)
+    right = np.array([0.98, 0.01, 0.01])
+    shrunk = right * (1 - 0.99e-5 * np.array([3, 2, 1]))
+    assert explain_loop(Mix(shrunk, 0.0, True, micro @ micro.T), right).startswith("it weights the micro-batches (")
+
+
+# --- what cannot be told ---------------------------------------------------------------------------------
+
+
+def test_rest_of_an_earlier_window():
+    rest = np.random.default_rng(3).normal(size=60)
+    said = named(lambda micro, w: w / w.sum() @ micro + rest)
+    assert said.startswith("the gradient has something in it that is in none of the micro-batches")
+
+
+def test_small_rest_is_seen():
+    rest = np.random.default_rng(3).normal(size=60)
+    said = named(lambda micro, w: w / w.sum() @ micro + 1e-4 * rest)
+    assert said.startswith("the gradient has something in it")
+
+
+def test_gradients_too_alike_to_tell():
+    micro = np.ones((3, 5))
+    said = explain_loop(mix_of(micro, 2 * micro[0]), np.full(3, 1 / 3))
+    assert said == "the micro-batches' gradients are too alike to tell how each was weighted"
+
+
+# --- the loss itself -------------------------------------------------------------------------------------
+
+
+def said_of_loss(coefficients, weights=WEIGHTS, reduction="mean", rest=0.0):
+    micro = micro_gradients(len(weights))
+    gradient = np.asarray(coefficients, float) @ micro + rest * np.random.default_rng(5).normal(size=60)
+    ours = right_of(weights) if reduction == "mean" else np.ones(len(weights))
+    return explain_loss(mix_of(micro, gradient), ours, reduction)
+
+
+def test_loss_that_is_a_weighted_mean_is_right():
+    assert said_of_loss(right_of(WEIGHTS)) is None
+
+
+def test_loss_that_is_a_sum_is_right_with_reduction_sum():
+    assert said_of_loss(np.ones(4), reduction="sum") is None
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_loss_that_couples_samples(reduction):
+    assert said_of_loss(right_of(WEIGHTS), reduction=reduction, rest=0.1).startswith("the loss couples the samples")
+
+
+def test_loss_whose_shares_are_no_mean_couples_samples():
+    """A root of a mean: the gradient is a mix of the micro-gradients, but the shares add up to something else."""
+    assert said_of_loss(0.8 * right_of(WEIGHTS)).startswith("the loss couples the samples")
+
+
+def test_loss_that_adds_up():
+    assert said_of_loss(np.ones(4)).startswith("the loss adds up over samples instead of taking the mean")
+
+
+def test_mean_that_is_added_up():
+    said = said_of_loss(right_of(WEIGHTS), reduction="sum")
+    assert said.startswith('the loss is a mean but reduction="sum" adds it up')
+
+
+def test_weight_that_disagrees_gives_both_shares():
+    said = said_of_loss([0.5, 0.3, 0.2], weights=(1, 1, 2))
+    assert said.startswith("the weight disagrees with the loss's own mean")
+    assert "50% : 30% : 20%" in said
+    assert "25% : 25% : 50%" in said
+
+
+def test_loss_of_samples_too_alike_to_tell():
+    micro = np.ones((3, 5))
+    assert explain_loss(mix_of(micro, micro[0]), np.array([0.2, 0.3, 0.5]), "mean") is None
+
+
+# --- whole_times -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scale", "times"), [(2.0, 2), (3.0 + 1e-9, 3), (1.0, 0), (2.5, 0), (2.01, 0), (0.0, 0), (-2.0, 0), (0.5, 0)]
+)
+def test_whole_times(scale, times):
+    assert whole_times(scale) == times

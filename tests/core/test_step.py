@@ -1,0 +1,325 @@
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from bigbatch import History, StateError, Step
+
+
+def step(terms=(1.0,), weight=1, **options):
+    values = {"grad_norm": 1.0, "num_micro_batches": 2, "micro_batch_size": 4, "is_applied": True, **options}
+    return Step(terms=terms, weight=weight, **values)
+
+
+def history(*epochs):
+    """A history of these epochs, all ended."""
+    made = History()
+    for epoch in epochs:
+        for s in epoch:
+            made.append(s)
+        made.end_epoch()
+    return made
+
+
+class Fetch:
+    """Terms that are on some device, and how often they were fetched."""
+
+    def __init__(self, *terms):
+        self.terms = terms
+        self.num_calls = 0
+
+    def __call__(self):
+        self.num_calls += 1
+        return self.terms
+
+
+# --- Step ------------------------------------------------------------------------------------------------
+
+
+def test_making_and_keeping_a_step_fetches_nothing():
+    fetch = Fetch(2.0)
+    s = step(fetch, 3)
+    history([s])
+    assert (s.weight, s.grad_norm, s.num_micro_batches, s.micro_batch_size, s.is_applied) == (3, 1.0, 2, 4, True)
+    assert fetch.num_calls == 0
+
+
+def test_reading_fetches_once():
+    fetch = Fetch(2.0, 0.5)
+    s = step(fetch, (3, 4))
+    assert s.loss == 2.5
+    assert s.terms == (2.0, 0.5)
+    assert s.loss == 2.5
+    assert repr(s)
+    assert s.as_dict()["loss"] == 2.5
+    assert fetch.num_calls == 1
+
+
+def test_loss_is_the_sum_of_its_terms():
+    assert step((1.5, 0.25, 0.25), (10, 5, 1)).loss == 2.0
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, (0, 0)])
+def test_loss_over_nothing_is_not_a_number(weight):
+    terms = (0.0, 0.0) if isinstance(weight, tuple) else (0.0,)
+    assert math.isnan(step(terms, weight).loss)
+
+
+def test_loss_over_something_in_one_term():
+    assert step((0.0, 2.0), (0, 3)).loss == 2.0
+
+
+def test_sum_over_nothing_is_a_number():
+    assert step((7.0,), 0, reduction="sum").loss == 7.0
+
+
+def test_noise_scale_is_none_unless_given():
+    assert step().noise_scale is None
+    assert step(noise_scale=12.5).noise_scale == 12.5
+
+
+def test_repr_says_what_was_done():
+    text = repr(step((0.125,), 32, grad_norm=0.5, num_micro_batches=4, micro_batch_size=8))
+    assert text == "Step(loss=0.125, weight=32, grad_norm=0.5, 4 micro-batches of 8)"
+    assert "not applied" in repr(step(is_applied=False))
+
+
+# --- History ---------------------------------------------------------------------------------------------
+
+
+def test_losses_are_means_by_weight():
+    epochs = [step((1.0,), 16), step((2.0,), 16), step((9.0,), 5)], [step((4.0,), 3)]
+    assert history(*epochs).losses == pytest.approx([(16 + 32 + 45) / 37, 4.0])
+    assert history(*epochs).losses[0] != pytest.approx(4.0)  # the mean of means
+
+
+def test_losses_divide_each_term_by_its_own_weight():
+    made = history([step((1.0, 10.0), (100, 1)), step((2.0, 30.0), (300, 3))])
+    assert made.losses == pytest.approx([(100 + 600) / 400 + (10 + 90) / 4])
+
+
+def test_losses_leave_out_steps_over_nothing():
+    made = history([step((0.0,), 0), step((3.0,), 2), step((math.nan,), 0)])
+    assert made.losses == [3.0]
+
+
+def test_losses_leave_out_terms_over_nothing():
+    made = history([step((2.0, math.nan), (1, 0)), step((4.0, 1.0), (1, 8))])
+    assert made.losses == pytest.approx([3.0 + 1.0])
+
+
+def test_losses_of_an_epoch_over_nothing_are_not_a_number():
+    assert math.isnan(history([step((0.0,), 0)]).losses[0])
+
+
+def test_losses_of_sums_are_divided_by_the_weight():
+    made = history([step((30.0,), 10, reduction="sum"), step((6.0,), 2, reduction="sum")])
+    assert made.losses == pytest.approx([3.0])
+
+
+def test_losses_keep_a_nan_that_counts():
+    assert math.isnan(history([step((math.nan,), 1), step((1.0,), 1)]).losses[0])
+
+
+def test_the_running_epoch_has_a_loss_and_an_empty_one_has_none():
+    made = History()
+    assert made.losses == []
+    made.append(step((2.0,), 1))
+    assert made.losses == [2.0]
+    made.end_epoch()
+    assert made.losses == [2.0]
+
+
+def test_steps_in_order():
+    steps = [step((float(k),)) for k in range(5)]
+    made = history(steps[:2], steps[2:])
+    assert made.steps == steps
+    assert list(made) == steps
+    assert len(made) == 5
+
+
+# --- saving ----------------------------------------------------------------------------------------------
+
+EPOCHS = (
+    [step((1.25, 0.5), (3, 60), noise_scale=7.5), step((2.0, 1.0), (5, 17), micro_batch_size=None)],
+    [step((0.0,), 0, grad_norm=0.0, is_applied=False)],
+    [step((math.nan,), 4, grad_norm=math.inf, is_applied=False), step((-math.inf,), 4, grad_norm=math.nan)],
+    [step((12.0,), 2.5, reduction="sum", num_micro_batches=1)],
+)
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert repr(one.as_dict()) == repr(other.as_dict())  # repr, since nan is not equal to itself
+        assert type(one.weight) is type(other.weight)
+        assert type(one.terms) is tuple
+    np.testing.assert_array_equal(found.losses, expected.losses)
+
+
+def test_saved_and_loaded_is_the_same(tmp_path):
+    made = history(*EPOCHS)
+    made.save(tmp_path / "history.jsonl")
+    loaded = History.load(tmp_path / "history.jsonl")
+    assert_same(loaded, made)
+    loaded.save(tmp_path / "again.jsonl")
+    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "history.jsonl").read_bytes()
+
+
+def test_saves_to_a_text_path_and_nothing_beside_it(tmp_path):
+    history(*EPOCHS).save(str(tmp_path / "history.jsonl"))
+    assert [path.name for path in tmp_path.iterdir()] == ["history.jsonl"]
+
+
+def test_file_is_strict_json_with_one_step_a_line(tmp_path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    path = tmp_path / "history.jsonl"
+    history(*EPOCHS).save(path)
+    records = [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [(record["step"], record["epoch"]) for record in records] == [(0, 0), (1, 0), (2, 1), (3, 2), (4, 2), (5, 3)]
+    assert records[0]["terms"] == [1.25, 0.5]
+    assert records[0]["loss"] == 1.75
+    assert records[3]["grad_norm"] == "inf"
+
+
+def test_empty_history_there_and_back(tmp_path):
+    History().save(tmp_path / "history.jsonl")
+    assert len(History.load(tmp_path / "history.jsonl")) == 0
+
+
+def test_epoch_without_steps_keeps_its_place(tmp_path):
+    made = history([step((1.0,))], [], [step((3.0,))])
+    made.save(tmp_path / "history.jsonl")
+    loaded = History.load(tmp_path / "history.jsonl")
+    loaded.save(tmp_path / "again.jsonl")
+    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "history.jsonl").read_bytes()
+
+
+def test_numpy_weights_can_be_saved(tmp_path):
+    """check_weight takes numpy's numbers, so a history has to as well."""
+    made = history([step((1.0,), np.int64(3)), step((2.0,), np.float32(1.5))])
+    made.save(tmp_path / "history.jsonl")
+    assert [s.weight for s in History.load(tmp_path / "history.jsonl")] == [3, 1.5]
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_a_loaded_history_goes_on_where_it_was(tmp_path, is_ended):
+    made = History()
+    made.append(step((1.0,)))
+    if is_ended:
+        made.end_epoch()
+    made.save(tmp_path / "history.jsonl")
+    loaded = History.load(tmp_path / "history.jsonl")
+    for h in (made, loaded):
+        h.append(step((5.0,)))
+    assert loaded.losses == made.losses
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path):
+    def lost():
+        raise RuntimeError("the device is gone")
+
+    path = tmp_path / "history.jsonl"
+    made = history([step((1.0,)), step((2.0,))])
+    made.save(path)
+    before = path.read_bytes()
+    made.append(step((3.0,)))
+    made.append(step(lost))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        made.save(path)
+    assert path.read_bytes() == before
+
+
+def test_a_save_that_fails_makes_no_file(tmp_path):
+    def lost():
+        raise RuntimeError("the device is gone")
+
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        history([step((1.0,)), step(lost)]).save(tmp_path / "history.jsonl")
+    assert not (tmp_path / "history.jsonl").exists()
+
+
+def good_lines(tmp_path):
+    history([step((1.0,), 2)], [step((2.0,), 3)], [step((3.0,), 4)]).save(tmp_path / "history.jsonl")
+    return (tmp_path / "history.jsonl").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda line: line[: len(line) // 2],  # cut off
+        lambda line: "",
+        lambda line: "[1, 2]",
+        lambda line: "null",
+        lambda line: "{}",
+        lambda line: line.replace('"weight"', '"wait"'),
+        lambda line: line.replace('"is_applied"', '"is_aplied"'),
+        lambda line: line.replace('"terms": [2.0]', '"terms": 2.0'),
+        lambda line: line.replace('"epoch": 1', '"epoch": "one"'),
+        lambda line: line.replace('"epoch": 1', '"epoch": -7'),
+        lambda line: line + "\ufffd",
+    ],
+    ids=["half", "blank", "list", "null", "empty", "no weight", "typo", "terms", "epoch", "negative epoch", "garbage"],
+)
+def test_damaged_line_is_named(tmp_path, damage):
+    first, second, third = good_lines(tmp_path)
+    assert damage(second) != second
+    path = tmp_path / "damaged.jsonl"
+    path.write_text("\n".join([first, damage(second), third]) + "\n", encoding="utf-8")
+    with pytest.raises(StateError, match=r"line 2 of .*damaged\.jsonl is no step of a history"):
+        History.load(path)
+
+
+def test_file_that_is_no_text_is_a_state_error(tmp_path):
+    path = tmp_path / "history.jsonl"
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(StateError, match=r"history\.jsonl"):
+        History.load(path)
+
+
+def test_file_that_is_not_there_is_no_state_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        History.load(tmp_path / "none.jsonl")
+
+
+# --- plot ------------------------------------------------------------------------------------------------
+
+
+def test_plot_writes_a_picture(tmp_path):
+    figure = history([step((3.0,), 2), step((1.0,), 6)], [step((1.0,), 8)]).plot(tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    by_step, by_epoch = figure.axes[0].lines
+    assert list(by_step.get_ydata()) == [3.0, 1.0, 1.0]
+    assert list(by_epoch.get_xdata()) == [1, 2]  # at the last step of each epoch
+    assert list(by_epoch.get_ydata()) == [1.5, 1.0]
+
+
+def test_plot_takes_steps_over_nothing(tmp_path):
+    history([step((1.0,)), step((0.0,), 0)], [step((0.0,), 0)]).plot(tmp_path / "loss.svg")
+    assert "<svg" in (tmp_path / "loss.svg").read_text(encoding="utf-8")
+
+
+def test_plot_without_a_path_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    history([step()]).plot()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plot_without_matplotlib_names_the_extra():
+    code = """
+import sys
+sys.modules["matplotlib"] = None
+import bigbatch
+try:
+    bigbatch.History().plot()
+except bigbatch.MissingExtraError as error:
+    assert isinstance(error, ImportError)
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == 'History.plot needs matplotlib: pip install "bigbatch[cli]"\n'

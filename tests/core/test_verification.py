@@ -1,0 +1,123 @@
+import math
+
+import pytest
+
+from bigbatch import Verification
+from bigbatch.core.verification import FLOOR, judge, relative_error
+
+# --- the verdict -----------------------------------------------------------------------------------------
+
+
+def test_exact_up_to_the_tolerance():
+    verification = judge({"weight": 1e-15, "bias": 1e-9}, [], 1e-9)
+    assert verification.is_exact
+    assert bool(verification)
+    assert verification.max_error == 1e-9
+    assert verification.errors == {"weight": 1e-15, "bias": 1e-9}
+    assert verification.causes == ()
+
+
+def test_not_exact_beyond_it():
+    verification = judge({"weight": 1e-15, "bias": 2e-9}, ["a mean of means"], 1e-9)
+    assert not verification.is_exact
+    assert not verification
+    assert verification.max_error == 2e-9
+    assert verification.causes == ("a mean of means",)
+
+
+@pytest.mark.parametrize("order", [("weight", "bias"), ("bias", "weight")])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_not_exact_wherever_it_stands(order, bad):
+    """max() of Python loses a nan that is not the first."""
+    errors = {"weight": 1e-15, "bias": bad}
+    verification = judge({name: errors[name] for name in order}, [], 1e-9)
+    assert not verification.is_exact
+    assert not verification.max_error <= 1e-9
+
+
+def test_nothing_to_compare_is_exact():
+    assert judge({}, [], 1e-9).is_exact
+    assert "exact: the largest error is 0.0e+00" in str(judge({}, [], 1e-9))
+
+
+def test_judge_copies_what_it_is_given():
+    errors, causes = {"weight": 0.5}, ["one"]
+    verification = judge(errors, causes, 1e-9)
+    errors["weight"] = 0.0
+    causes.append("two")
+    assert verification.errors == {"weight": 0.5}
+    assert verification.causes == ("one",)
+
+
+# --- the table -------------------------------------------------------------------------------------------
+
+
+def test_table_of_an_exact_one():
+    text = str(judge({"a": 2e-16, "encoder.weight": 3.4e-15, "b": 0.0}, [], 1e-9))
+    assert text == "\n".join(
+        [
+            "parameter       relative error",
+            "--------------  --------------",
+            "encoder.weight         3.4e-15",
+            "a                      2.0e-16",
+            "b                      0.0e+00",
+            "exact: the largest error is 3.4e-15, allowed is 1e-09",
+        ]
+    )
+
+
+def test_table_of_one_that_is_not():
+    text = str(judge({"a": 2e-16, "b": 0.31}, ["divided by 4", "dropout"], 1e-6))
+    assert text == "\n".join(
+        [
+            "parameter  relative error",
+            "---------  --------------",
+            "b                 3.1e-01",
+            "a                 2.0e-16",
+            "NOT exact: the largest error is 3.1e-01, allowed is 1e-06",
+            "- divided by 4",
+            "- dropout",
+        ]
+    )
+
+
+def test_print_is_the_table(capsys):
+    verification = judge({"a": 0.5}, [], 1e-9)
+    print(verification)
+    assert capsys.readouterr().out == str(verification) + "\n"
+
+
+def test_made_by_hand():
+    verification = Verification(True, 0.0, {})
+    assert verification.tolerance == 1e-9
+    with pytest.raises(AttributeError):
+        verification.is_exact = False
+
+
+# --- relative error --------------------------------------------------------------------------------------
+
+
+def test_relative_to_the_parameters_own_gradient():
+    assert relative_error(0.5, norm=2.0, total_norm=10.0) == 0.25
+
+
+def test_small_gradients_are_measured_against_the_whole():
+    """A bias in front of a BatchNorm: its true gradient is zero and only rounding is left."""
+    assert relative_error(1e-17, norm=1e-17, total_norm=1.0) == pytest.approx(1e-17 / FLOOR)
+    assert relative_error(1e-17, norm=0.0, total_norm=1.0) == pytest.approx(1e-13)
+
+
+def test_floor_hides_no_real_error():
+    assert relative_error(0.01, norm=0.0, total_norm=1.0) > 1.0
+
+
+def test_no_distance_is_no_error():
+    assert relative_error(0.0, norm=0.0, total_norm=0.0) == 0.0
+
+
+def test_distance_from_nothing_is_infinite():
+    assert relative_error(1e-300, norm=0.0, total_norm=0.0) == math.inf
+
+
+def test_distance_that_is_not_a_number_is_no_error_of_zero():
+    assert math.isnan(relative_error(math.nan, norm=1.0, total_norm=1.0))

@@ -1,0 +1,130 @@
+"""What only a GPU can show: no waiting within a window, memory counted by the device, real float16."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import Window
+from bigbatch.torch import Accumulator, verify
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is false"),
+]
+
+Batch = tuple[Tensor, Tensor]
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10)).to("cuda", dtype)
+
+
+def data(size: int = 53, dtype: torch.dtype = torch.float32) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size, 64, generator=generator).to("cuda", dtype)
+    return x, torch.randint(0, 10, (size,), generator=generator).cuda()
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def count(batch: Batch) -> Tensor:
+    return (batch[1] >= 0).sum()
+
+
+def feed(accumulator: Accumulator, way: str, batch: Batch) -> None:
+    if way == "batch":
+        accumulator.step(batch)
+    elif way == "window":
+        accumulator.step(Window(zip(batch[0].split(4), batch[1].split(4), strict=True)))
+    else:
+        for part in zip(batch[0].split(4), batch[1].split(4), strict=True):
+            with accumulator.micro_batch(weight=count(part)) as micro:
+                micro.backward(loss(accumulator.model, part))
+        accumulator.flush()
+
+
+@pytest.mark.parametrize("way", ["batch", "window", "micro_batch"])
+def test_the_update_is_that_of_the_full_batch_in_float64(way: str) -> None:
+    full = make_model(torch.float64)
+    optimizer = torch.optim.SGD(full.parameters(), lr=0.1)
+    loss(full, data(dtype=torch.float64)).backward()
+    optimizer.step()
+    ours = make_model(torch.float64)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    accumulator = Accumulator(ours, optimizer, loss, 4, accumulation_steps=100, weight=count)
+    feed(accumulator, way, data(dtype=torch.float64))
+    for a, b in zip(ours.parameters(), full.parameters(), strict=True):
+        assert (a - b).norm() <= 1e-12 * b.norm()
+
+
+@pytest.mark.parametrize("way", ["batch", "window", "micro_batch"])
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+@pytest.mark.filterwarnings("ignore")  # torch warns of each wait, which is what is counted
+def test_waiting_for_the_device_does_not_grow_with_the_number_of_micro_batches(way: str, precision: str | None) -> None:
+    def waits(num: int) -> int:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accumulator = Accumulator(model, optimizer, loss, 4, accumulation_steps=1000, weight=count, precision=precision)
+        batch = data(4 * num)
+        feed(accumulator, way, batch)
+        with torch.cuda.device(0), pytest.warns() as caught:
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                feed(accumulator, way, batch)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return sum("synchronizing" in str(warning.message) for warning in caught)
+
+    assert waits(2) == waits(32) <= 4
+
+
+def test_an_overflow_on_the_gpu_skips_the_step() -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    accumulator = Accumulator(model, optimizer, loss, 4, precision="fp16")
+    assert accumulator.step(data()).is_applied
+    before = [p.clone() for p in model.parameters()]
+    scale = accumulator.scaler.get_scale()
+    x, y = data()
+    x[9] = 1e6
+    assert not accumulator.step((x, y)).is_applied
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    assert accumulator.scaler.get_scale() == scale / 2
+    assert accumulator.step(data()).is_applied
+
+
+def test_peak_memory_is_flat_and_small() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.GELU()))).cuda()
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).square().mean())
+    micro_batch = torch.randn(1024, 256, device="cuda")
+
+    def peak(num: int) -> int:
+        accumulator.step(Window([micro_batch] * num))
+        torch.cuda.reset_peak_memory_stats()
+        accumulator.step(Window([micro_batch] * num))
+        return torch.cuda.max_memory_allocated()
+
+    assert peak(64) <= 1.02 * peak(2)
+
+
+def test_low_precision_parameters_accumulate_in_float32() -> None:
+    model = make_model(torch.bfloat16)
+    accumulator = Accumulator(model, torch.optim.AdamW(model.parameters(), fused=True), accumulation_steps=9)
+    for _ in range(2):
+        with accumulator.micro_batch(weight=53) as micro:
+            micro.backward(loss(model, data(dtype=torch.bfloat16)))
+    assert {g.dtype for g in accumulator._open.sums[0].values()} == {torch.float32}
+    assert accumulator.flush().is_applied
+
+
+def test_verify_replays_dropout_and_leaves_the_random_state() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.3), nn.Linear(128, 10)).cuda()
+    state = torch.cuda.get_rng_state()
+    found = verify(model, data(), loss, 16)
+    assert found.is_exact, str(found)
+    assert torch.equal(torch.cuda.get_rng_state(), state)

@@ -1,0 +1,365 @@
+"""A batch is any nest of tensors. Each cut is compared with slices that were taken by hand."""
+
+import dataclasses
+import re
+import types
+from collections import OrderedDict, UserDict, defaultdict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.tokenization_utils_base import BatchEncoding
+
+from bigbatch import BatchError
+from bigbatch.torch.nest import batch_size, cut, map_tensors, names, tensors
+
+N = 7
+SIZES = [3, 3, 1]
+X = torch.arange(N * 2, dtype=torch.float64).reshape(N, 2)
+Y = torch.arange(N) + 100
+Z = torch.arange(N * 6).reshape(N, 3, 2) - 50
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+    note: str = "note"
+
+
+@dataclasses.dataclass
+class Plain:
+    x: Any
+    y: Any
+    note: str = "note"
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Any
+    y: Any
+    note: str = "note"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Late:
+    """Made in __post_init__, which must not run again on a part of the batch."""
+
+    x: Any
+    total: Any = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.total = float(self.x.sum())
+
+
+def parts(tensor):
+    return [tensor[0:3], tensor[3:6], tensor[6:7]]
+
+
+def assert_equal(found, expected):
+    """The same classes all the way down, the same tensors, the same rest."""
+    assert type(found) is type(expected)
+    if isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype
+        assert found.layout == expected.layout
+        assert torch.equal(found.to_dense(), expected.to_dense())
+    elif isinstance(expected, dict | UserDict):
+        assert list(found) == list(expected)
+        for key in expected:
+            assert_equal(found[key], expected[key])
+    elif isinstance(expected, tuple | list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    elif dataclasses.is_dataclass(expected):
+        for field in dataclasses.fields(expected):
+            assert_equal(getattr(found, field.name), getattr(expected, field.name))
+    else:
+        assert found is expected
+
+
+def ordered(x, y):
+    return OrderedDict([("y", y), ("x", x)])
+
+
+def default(x, y):
+    made = defaultdict(list)
+    made["x"], made["y"] = x, y
+    return made
+
+
+NESTS = {
+    "tensor": lambda x, y, z: x,
+    "tuple": lambda x, y, z: (x, y),
+    "tuple of one": lambda x, y, z: (x,),
+    "list": lambda x, y, z: [x, y],
+    "dict": lambda x, y, z: {"x": x, "y": y},
+    "OrderedDict": lambda x, y, z: ordered(x, y),
+    "defaultdict": lambda x, y, z: default(x, y),
+    "UserDict": lambda x, y, z: UserDict(x=x, y=y),
+    "BatchEncoding": lambda x, y, z: BatchEncoding({"input_ids": x, "attention_mask": y}),
+    "NamedTuple": lambda x, y, z: Pair(x, y),
+    "dataclass": lambda x, y, z: Plain(x, y),
+    "frozen dataclass": lambda x, y, z: Frozen(x, y),
+    "slotted dataclass": lambda x, y, z: Slotted(x, y),
+    "tuple in tuple": lambda x, y, z: ((x, y), z),
+    "dict in tuple": lambda x, y, z: ({"a": x, "b": y}, z),
+    "one dict and a tensor": lambda x, y, z: ({"a": x}, z),
+    "two tensors in one place and none in the other": lambda x, y, z: ((x, y), "note"),
+    "a dict of two and None": lambda x, y, z: ({"a": x, "b": y}, None),
+    "empty beside full": lambda x, y, z: ((x, y, z), (), []),
+    "a tensor and a word": lambda x, y, z: (x, "note"),
+    "mix": lambda x, y, z: {"p": Pair([x, {"z": z}], Frozen(y, (x, None))), "n": 3, "o": ordered(z, [y, "s"])},
+    "encoding in a mix": lambda x, y, z: [Plain(BatchEncoding({"a": x}), (y,)), [[z]]],
+    "the same tensor twice": lambda x, y, z: (x, [x, x]),
+}
+
+
+@pytest.mark.parametrize("make", NESTS.values(), ids=NESTS)
+def test_cuts_like_slices_by_hand(make):
+    micro_batches, sizes = cut(make(X, Y, Z), 3)
+    assert sizes == SIZES
+    assert len(micro_batches) == 3
+    expected = [make(*rows) for rows in zip(parts(X), parts(Y), parts(Z), strict=True)]
+    for micro_batch, by_hand in zip(micro_batches, expected, strict=True):
+        assert_equal(micro_batch, by_hand)
+
+
+@pytest.mark.parametrize("make", NESTS.values(), ids=NESTS)
+def test_leaves_the_batch_as_it_was(make):
+    batch = make(X, Y, Z)
+    cut(batch, 2)
+    batch_size(batch)
+    assert_equal(batch, make(X, Y, Z))
+
+
+@pytest.mark.parametrize("make", NESTS.values(), ids=NESTS)
+def test_micro_batches_are_views(make):
+    memory = {tensor.untyped_storage().data_ptr() for tensor in (X, Y, Z)}
+    micro_batches, _ = cut(make(X, Y, Z), 3)
+    for micro_batch, first in zip(micro_batches, (0, 3, 6), strict=True):
+        for part, whole in zip(tensors(micro_batch), tensors(make(X, Y, Z)), strict=True):
+            assert part.data_ptr() == whole[first:].data_ptr()
+            assert part.untyped_storage().data_ptr() in memory
+
+
+@pytest.mark.parametrize("make", NESTS.values(), ids=NESTS)
+def test_names_go_with_tensors(make):
+    batch = make(X, Y, Z)
+    assert len(list(names(batch, "batch"))) == len(tensors(batch))
+    for name, tensor in zip(names(batch, "batch"), tensors(batch), strict=True):
+        assert eval(name, {"batch": batch}) is tensor  # a name is how one would write it
+
+
+@pytest.mark.parametrize("make", NESTS.values(), ids=NESTS)
+def test_batch_size(make):
+    assert batch_size(make(X, Y, Z)) == N
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 6, 7, 10])
+def test_sizes(micro_batch_size):
+    micro_batches, sizes = cut((X, Y), micro_batch_size)
+    assert sizes == [len(x) for x, _ in micro_batches]
+    assert sum(sizes) == N
+    assert all(size == micro_batch_size for size in sizes[:-1])
+    assert torch.equal(torch.cat([x for x, _ in micro_batches]), X)
+
+
+def test_gradient_reaches_the_batch():
+    x = X.clone().requires_grad_()
+    for micro_batch in cut({"x": x}, 3)[0]:
+        (micro_batch["x"] ** 2).sum().backward()
+    assert torch.equal(x.grad, 2 * X)
+
+
+# --- containers that carry more than their items ---------------------------------------------------------
+
+
+def test_defaultdict_keeps_its_factory():
+    micro_batch = cut(default(X, Y), 3)[0][0]
+    assert micro_batch["new"] == []
+
+
+def test_micro_batches_do_not_share_their_dict():
+    first, second, _ = cut({"x": X}, 3)[0]
+    first["extra"] = 1
+    assert "extra" not in second
+
+
+def test_batch_encoding_keeps_its_ways():
+    batch = BatchEncoding({"input_ids": Y[:, None], "labels": Y})
+    micro_batch = cut(batch, 3)[0][1]
+    assert isinstance(micro_batch, BatchEncoding)
+    assert torch.equal(micro_batch.input_ids, Y[3:6, None])
+    assert set(micro_batch.keys()) == {"input_ids", "labels"}
+    assert dict(**micro_batch)["labels"].tolist() == [103, 104, 105]
+    assert micro_batch.to("cpu")["labels"].tolist() == [103, 104, 105]
+
+
+def test_dataclass_is_not_made_anew():
+    batch = Late(X)
+    first = cut(batch, 3)[0][0]
+    assert first.total == batch.total
+    assert torch.equal(first.x, X[:3])
+
+
+def test_dataclass_class_is_no_batch():
+    with pytest.raises(BatchError, match="no tensor with a batch axis"):
+        batch_size(Plain)
+
+
+def test_map_tensors_keeps_the_shape_of_the_nest():
+    found = map_tensors(lambda tensor: tensor.shape[0], {"a": (X, [Y]), "b": Frozen(Z, None)})
+    assert found == {"a": (7, [7]), "b": Frozen(7, None)}
+
+
+# --- what belongs to no sample ---------------------------------------------------------------------------
+
+
+def test_tensor_without_axes_goes_to_every_micro_batch():
+    temperature = torch.tensor(0.5)
+    for micro_batch in cut((X, temperature), 3)[0]:
+        assert micro_batch[1] is temperature
+
+
+@pytest.mark.parametrize("rest", ["text", 3, None, 2.5, b"x", {"a", "b"}, range(7), len, torch.float64, (), [1, 2]])
+def test_what_is_no_tensor_goes_to_every_micro_batch(rest):
+    for micro_batch in cut((X, rest), 3)[0]:
+        assert micro_batch[1] == rest
+        assert type(micro_batch[1]) is type(rest)
+    for micro_batch in cut({"x": X, "rest": rest, "y": Y}, 3)[0]:
+        assert micro_batch["rest"] == rest
+
+
+def test_objects_go_as_they_are():
+    thing = object()
+    assert all(micro_batch["thing"] is thing for micro_batch in cut({"x": X, "thing": thing}, 3)[0])
+
+
+# --- other layouts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_coalesced", [True, False])
+def test_cuts_sparse_coo(is_coalesced):
+    dense = torch.tensor([[0, 1.0], [2, 0], [0, 0], [3, 4], [0, 0], [0, 0], [5, 0]])
+    sparse = dense.to_sparse()
+    if not is_coalesced:  # every entry in two halves
+        halves = (torch.cat([sparse.indices()] * 2, 1), torch.cat([sparse.values() / 2] * 2))
+        sparse = torch.sparse_coo_tensor(*halves, sparse.shape, check_invariants=True)
+    assert sparse.is_coalesced() is is_coalesced
+    micro_batches, sizes = cut({"x": sparse, "y": Y}, 3)
+    assert sizes == SIZES
+    for micro_batch, by_hand in zip(micro_batches, parts(dense), strict=True):
+        assert micro_batch["x"].layout is torch.sparse_coo
+        assert torch.equal(micro_batch["x"].to_dense(), by_hand)
+
+
+def assert_refused(batch, *words):
+    with pytest.raises(BatchError) as caught:
+        cut(batch, 3)
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_refuses_sparse_csr():
+    assert_refused((X.to_sparse_csr(), Y), "torch.sparse_csr", "pass it dense, or feed its micro-batches as a Window")
+
+
+def test_refuses_jagged():
+    jagged = torch.nested.nested_tensor([torch.ones(k + 1) for k in range(N)], layout=torch.jagged)
+    assert_refused((jagged, Y), "torch.jagged", "pass it dense, or feed its micro-batches as a Window")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_refuses_nested_of_the_old_kind():
+    nested = torch.nested.nested_tensor([torch.ones(k + 1) for k in range(N)], layout=torch.strided)
+    assert_refused((nested, Y), "cannot be cut")
+
+
+@pytest.mark.parametrize(
+    "strided",
+    [X.t().contiguous().t(), X[:, :1], torch.ones(1, 2).expand(N, 2), Z.permute(0, 2, 1)],
+    ids=["transposed", "column", "expanded", "permuted"],
+)
+def test_cuts_any_strides(strided):
+    for (found,), by_hand in zip(cut((strided,), 3)[0], parts(strided), strict=True):
+        assert torch.equal(found, by_hand)
+        assert found.stride() == by_hand.stride()
+
+
+# --- batches that cannot be cut --------------------------------------------------------------------------
+
+SHORT = Y[:5]
+
+
+@pytest.mark.parametrize(
+    ("batch", "first", "other"),
+    [
+        ((X, SHORT), "batch[0]", "batch[1]"),
+        ([X, Y, SHORT], "batch[0]", "batch[2]"),
+        ({"x": X, "y": SHORT}, "batch['x']", "batch['y']"),
+        ({0: X, "y": {"deep": [Y, SHORT]}}, "batch[0]", "batch['y']['deep'][1]"),
+        (ordered(SHORT, X), "batch['y']", "batch['x']"),
+        (BatchEncoding({"input_ids": X, "labels": SHORT}), "batch['input_ids']", "batch['labels']"),
+        (Pair(X, SHORT), "batch.x", "batch.y"),
+        (Pair((Y, "note"), [X, SHORT]), "batch.x[0]", "batch.y[1]"),
+        (Plain(X, SHORT), "batch.x", "batch.y"),
+        (Frozen({"a": X}, SHORT), "batch.x['a']", "batch.y"),
+        (Slotted(X, Pair(Y, SHORT)), "batch.x", "batch.y.y"),
+        ((torch.tensor(1.0), X, SHORT), "batch[1]", "batch[2]"),
+    ],
+)
+def test_names_both_tensors_that_disagree_and_both_sizes(batch, first, other):
+    message = re.escape(f"{first} has 7 samples but {other} has 5: all tensors of a batch share their leading axis")
+    with pytest.raises(BatchError, match=f"^{message}"):
+        cut(batch, 3)
+
+
+def test_name_of_the_batch_is_the_callers():
+    with pytest.raises(BatchError, match=r"^micro_batch\[2\]\[0\] has 7 samples but micro_batch\[2\]\[1\] has 5"):
+        batch_size((X, SHORT), "micro_batch[2]")
+
+
+@pytest.mark.parametrize(
+    ("batch", "name"),
+    [
+        (X[:0], "batch"),
+        ((X[:0], Y[:0]), "batch[0]"),
+        ({"x": X[:0]}, "batch['x']"),
+        (Plain(X[:0], Y[:0]), "batch.x"),
+        ((torch.tensor(1.0), X[:0]), "batch[1]"),
+    ],
+)
+def test_refuses_an_empty_batch(batch, name):
+    with pytest.raises(BatchError, match=f"^{re.escape(name)} has 0 samples: leave empty batches out of the stream$"):
+        cut(batch, 3)
+
+
+@pytest.mark.parametrize("batch", [(X, Y[:0]), (X[:0], Y)])
+def test_refuses_a_batch_that_is_empty_in_part(batch):
+    with pytest.raises(BatchError, match=r"batch\[0\] has (7|0) samples but batch\[1\] has (0|7)"):
+        cut(batch, 3)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [None, "text", 3, (), {}, [1, 2], {"a": "b"}, torch.tensor(3.0), (torch.tensor(3.0), 4), Plain(1, 2), (None,)],
+)
+def test_refuses_a_batch_without_a_batch_axis(batch):
+    with pytest.raises(BatchError, match="no tensor with a batch axis") as caught:
+        cut(batch, 3)
+    assert type(batch).__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize("batch", [types.MappingProxyType({"x": X}), {X}, iter([X])])
+def test_refuses_containers_it_cannot_rebuild(batch):
+    with pytest.raises(BatchError, match="no tensor with a batch axis"):
+        cut(batch, 3)

@@ -1,0 +1,111 @@
+"""Saved in the middle of a window and taken up in another process: bit for bit as if nothing had happened."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bigbatch import StateError
+from bigbatch.torch import Accumulator
+
+from .resume import KINDS, NUM_MICRO_BATCHES, Run, main
+
+
+def assert_bitwise_equal(a: Any, b: Any) -> None:
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_bitwise_equal(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_bitwise_equal(x, y)
+    else:
+        assert a == b
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_process_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    stop = 6
+    main(kind, 0, NUM_MICRO_BATCHES, str(tmp_path / "undisturbed"))
+    main(kind, 0, stop, str(tmp_path / "stopped"))
+    assert torch.load(tmp_path / "stopped", weights_only=True)["accumulator"]["window"] is not None
+    arguments = [kind, str(stop), str(NUM_MICRO_BATCHES), str(tmp_path / "stopped")]
+    subprocess.run([sys.executable, "-m", "tests.torch.resume", *arguments], check=True, timeout=120)
+    undisturbed, resumed = (torch.load(tmp_path / name, weights_only=True) for name in ("undisturbed", "stopped"))
+    assert_bitwise_equal(resumed, undisturbed)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 4, 9])
+def test_any_place_will_do(stop: int, tmp_path: Path) -> None:
+    main("plain", 0, NUM_MICRO_BATCHES, str(tmp_path / "undisturbed"))
+    main("plain", 0, stop, str(tmp_path / "stopped"))
+    main("plain", stop, NUM_MICRO_BATCHES, str(tmp_path / "stopped"))
+    undisturbed, resumed = (torch.load(tmp_path / name, weights_only=True) for name in ("undisturbed", "stopped"))
+    assert_bitwise_equal(resumed, undisturbed)
+
+
+def test_negative_control_without_the_accumulators_state_the_result_differs(tmp_path: Path) -> None:
+    main("plain", 0, NUM_MICRO_BATCHES, str(tmp_path / "undisturbed"))
+    main("plain", 0, 6, str(tmp_path / "stopped"))
+    state = torch.load(tmp_path / "stopped", weights_only=True)
+    state["accumulator"]["window"] = None
+    torch.save(state, tmp_path / "stopped")
+    main("plain", 6, NUM_MICRO_BATCHES, str(tmp_path / "stopped"))
+    undisturbed, resumed = (torch.load(tmp_path / name, weights_only=True) for name in ("undisturbed", "stopped"))
+    with pytest.raises(AssertionError):
+        assert_bitwise_equal(resumed["model"], undisturbed["model"])
+
+
+def test_going_on_does_not_change_what_was_saved() -> None:
+    run = Run("plain")
+    run.feed(0)
+    saved = run.accumulator.state_dict()
+    kept = copy.deepcopy(saved)
+    run.feed(1)
+    run.feed(2)
+    assert_bitwise_equal(saved, kept)
+
+
+def damaged(**changes: Any) -> dict[str, Any]:
+    run = Run("plain")
+    run.feed(0)
+    state = run.accumulator.state_dict()
+    state["window"].update(changes)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, "no num_steps, scaler, window"),
+        (damaged(shapes=[(2, 2)]), "of 1 parameters, the optimizer holds 5"),
+        (damaged(shapes=[(2, 2), *damaged()["window"]["shapes"][1:]]), r"parameter 0 has the shape \(2, 2\)"),
+        (damaged(reduction="sum"), "reduction='sum'"),
+        ({**damaged(), "scaler": {"scale": 1.0}}, "a GradScaler but this accumulator no"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(state: dict[str, Any], message: str) -> None:
+    run = Run("plain")
+    run.feed(0)
+    before = run.accumulator.state_dict()
+    with pytest.raises(StateError, match=message):
+        run.accumulator.load_state_dict(state)
+    assert_bitwise_equal(run.accumulator.state_dict(), before)
+
+
+def test_between_windows_there_is_nothing_but_the_count() -> None:
+    run = Run("plain")
+    for number in range(4):
+        run.feed(number)
+    assert run.accumulator.state_dict() == {"num_steps": 1, "scaler": None, "window": None}
+    fresh = Accumulator(run.model, run.optimizer, accumulation_steps=4)
+    fresh.load_state_dict(run.accumulator.state_dict())
+    assert fresh.num_steps == 1

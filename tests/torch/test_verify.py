@@ -1,0 +1,342 @@
+"""The verdict on the user's own model: exact where it is, and why where it is not."""
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import BatchError, OptionError
+from bigbatch.torch import verify
+from tests.problems import IGNORED, Problem, problems, tokens
+
+from .training import Language, make_batches, make_loss, make_model, make_weight
+
+Batch = tuple[Tensor, Tensor]
+
+
+def data(size: int = 53) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size, 6, generator=generator)
+    return x * torch.linspace(0.3, 3, size)[:, None], torch.randint(0, 4, (size,), generator=generator)
+
+
+def classifier(*middle: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), *middle, nn.Linear(12, 4))
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def only(causes: tuple[str, ...]) -> str:
+    assert len(causes) == 1, causes
+    return causes[0]
+
+
+@pytest.mark.parametrize("problem", problems(), ids=lambda problem: problem.name)
+def test_the_shared_problems_are_exact(problem: Problem) -> None:
+    model = make_model(problem, torch.float32)
+    found = verify(
+        model,
+        make_batches(problem)[0],
+        make_loss(problem),
+        problem.micro_batch_size,
+        weight=make_weight(problem),
+    )
+    assert found.is_exact, str(found)
+    assert found.max_error <= 1e-12
+    assert found.causes == ()
+    used = {name for name, _ in model.named_parameters() if problem.kind != "tokens" or "length" not in name}
+    assert set(found.errors) == used
+
+
+def test_nothing_of_the_users_is_touched() -> None:
+    model = classifier(nn.BatchNorm1d(12), nn.Dropout(0.5))
+    model[0].bias.requires_grad_(False)
+    model[-1].weight.grad = torch.ones_like(model[-1].weight)
+    before = copy.deepcopy(model.state_dict())
+    random_state = torch.get_rng_state()
+    verify(model, data(), loss, 16)
+    verify(model, data(), loss, 16, step=divided_by(lambda n: n))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert model.training
+    assert torch.equal(model[-1].weight.grad, torch.ones_like(model[-1].weight))
+    assert model[0].weight.grad is None
+    assert model[0].weight.dtype == torch.float32
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_printed_it_is_a_table() -> None:
+    text = str(verify(classifier(), data(), loss, 16))
+    assert "parameter" in text
+    assert "3.weight" in text or "2.weight" in text
+    assert "\nexact: the largest error is" in text
+
+
+# --- causes ------------------------------------------------------------------------------------------------
+
+
+def test_batch_norm_is_named() -> None:
+    found = verify(classifier(nn.BatchNorm1d(12)), data(), loss, 16)
+    assert not found.is_exact
+    assert found.max_error > 1e-3
+    assert "BatchNorm in training mode (2)" in only(found.causes)
+    model = classifier(nn.BatchNorm1d(12))
+    model[2].eval()
+    assert verify(model, data(), loss, 16).is_exact
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [nn.Dropout(0.4), nn.AlphaDropout(0.4), nn.RReLU()],
+    ids=lambda module: type(module).__name__,
+)
+def test_dropout_is_compared_with_the_same_masks(middle: nn.Module) -> None:
+    found = verify(classifier(middle), data(), loss, 16)
+    if isinstance(middle, nn.RReLU):  # its noise is mixed into its output: no mask to cut
+        assert not found.is_exact
+        assert any("could not be cut like the batch" in cause for cause in found.causes)
+    else:
+        assert found.is_exact, str(found)
+        assert "compared with the same masks" in only(found.causes)
+
+
+class Attention(nn.Module):
+    """Dropout on attention weights (batch times heads first), on sequence-first activations, and on rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, dropout=0.3, batch_first=False)
+        self.drop = nn.Dropout1d(0.3)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.unflatten(1, (2, 3)).repeat(1, 1, 2).transpose(0, 1)  # sequence, batch, features
+        mixed, _ = self.attention(rows, rows, rows, need_weights=True)
+        mixed = F.dropout(mixed, 0.2, self.training)
+        return self.head(self.drop(mixed.transpose(0, 1)).mean(1))
+
+
+def test_masks_are_cut_along_whichever_axis_is_the_batch() -> None:
+    torch.manual_seed(0)
+    found = verify(Attention(), data(13), loss, 4)
+    assert found.is_exact, str(found)
+    assert "compared with the same masks" in only(found.causes)
+
+
+def test_negative_control_without_the_same_masks_dropout_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bigbatch.torch import replay
+
+    monkeypatch.setattr(replay, "part_of", lambda *_: None)
+    found = verify(classifier(nn.Dropout(0.4)), data(), loss, 16)
+    assert found.max_error > 1e-2
+    assert "could not be cut like the batch" in found.causes[0]
+
+
+def contrastive(model: nn.Module, batch: Batch) -> Tensor:
+    z = F.normalize(model(batch[0]), dim=1)
+    return F.cross_entropy(z @ z.T / 0.5, torch.arange(len(z)))
+
+
+def root_mean_square(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch[0]).square().mean().sqrt()
+
+
+def batch_variance(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch[0]).var(0).mean()
+
+
+@pytest.mark.parametrize("coupling", [contrastive, root_mean_square, batch_variance])
+def test_a_loss_that_couples_samples_is_found_by_testing(coupling: Any) -> None:
+    found = verify(classifier(), data(), coupling, 16)
+    assert not found.is_exact
+    assert "the loss couples the samples" in only(found.causes)
+    found = verify(classifier(nn.BatchNorm1d(12)), data(), coupling, 16)
+    assert [cause.split()[0] for cause in found.causes] == ["BatchNorm", "the"]
+
+
+def test_a_weight_that_disagrees_with_the_loss_is_named_with_both() -> None:
+    problem = next(p for p in problems() if p.kind == "tokens")
+    (batch,) = make_batches(problem)
+    found = verify(Language(), batch, make_loss(problem), 1)  # counts samples, the loss is a mean over tokens
+    assert not found.is_exact
+    cause = only(found.causes)
+    assert "2.5% : 50% : 14.2% : 33.3%" in cause
+    assert "25% : 25% : 25% : 25%" in cause
+
+
+def test_labels_counted_without_the_shift_are_named() -> None:
+    """A language model predicts token t+1: the first label of each text is no target."""
+    batch = {name: torch.as_tensor(array) for name, array in tokens(3, 60, 17, 40, 9).items()}
+
+    def shifted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits, _ = model(batch["x"])
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["y"][:, 1:].flatten(), ignore_index=IGNORED)
+
+    def unshifted(batch: dict[str, Tensor]) -> Tensor:
+        return (batch["y"] != IGNORED).sum()
+
+    def right(batch: dict[str, Tensor]) -> Tensor:
+        return (batch["y"][:, 1:] != IGNORED).sum()
+
+    found = verify(Language(), batch, shifted, 2, weight=unshifted)
+    assert "the weight disagrees with the loss's own mean" in only(found.causes)
+    assert verify(Language(), batch, shifted, 2, weight=right).is_exact
+
+
+def test_sum_and_mean_mixed_up() -> None:
+    def summed(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    assert "adds up over samples" in only(verify(classifier(), data(), summed, 16).causes)
+    assert verify(classifier(), data(), summed, 16, reduction="sum").is_exact
+    assert 'reduction="sum" adds it up' in only(verify(classifier(), data(), loss, 16, reduction="sum").causes)
+
+
+def test_a_model_that_computes_in_float32_inside_is_told_so() -> None:
+    class Narrow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x.float(), self.weight.float(), self.bias.float()).to(x.dtype)
+
+    found = verify(classifier(Narrow(12, 12)), data(), loss, 16)
+    assert not found.is_exact
+    assert "rounding in float32" in only(found.causes)
+
+
+def test_a_loss_that_brings_float32_along_can_be_compared_in_float32() -> None:
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+    def weighted(model: nn.Module, batch: Batch) -> Tensor:
+        return criterion(model(batch[0]), batch[1])
+
+    def weight(batch: Batch) -> Tensor:
+        return criterion.weight[batch[1]].sum()
+
+    with pytest.raises(RuntimeError) as caught:
+        verify(classifier(), data(), weighted, 16, weight=weight)
+    assert "dtype=torch.float32" in caught.value.__notes__[0]
+    found = verify(classifier(), data(), weighted, 16, weight=weight, dtype=torch.float32, tolerance=1e-5)
+    assert found.is_exact, str(found)
+
+
+# --- somebody else's loop ----------------------------------------------------------------------------------
+
+Loop = Callable[[nn.Module, list[Batch]], None]
+
+
+def divided_by(divisor: Callable[[int], float]) -> Loop:
+    def loop(model: nn.Module, micro_batches: list[Batch]) -> None:
+        model.zero_grad()
+        for micro_batch in micro_batches:
+            (loss(model, micro_batch) / divisor(len(micro_batches))).backward()
+
+    return loop
+
+
+def right(model: nn.Module, micro_batches: list[Batch]) -> None:
+    model.zero_grad()
+    total = sum(len(y) for _, y in micro_batches)
+    for micro_batch in micro_batches:
+        (loss(model, micro_batch) * len(micro_batch[1]) / total).backward()
+
+
+def by_the_full_size(model: nn.Module, micro_batches: list[Batch]) -> None:
+    model.zero_grad()
+    for micro_batch in micro_batches:
+        (loss(model, micro_batch) * len(micro_batch[1]) / 64).backward()
+
+
+def twice(model: nn.Module, micro_batches: list[Batch]) -> None:
+    right(model, micro_batches)
+    stale = [p.grad.clone() for p in model.parameters()]
+    right(model, micro_batches)
+    for p, grad in zip(model.parameters(), stale, strict=True):
+        p.grad += grad
+
+
+def never_zeroed(model: nn.Module, micro_batches: list[Batch]) -> None:
+    total = sum(len(y) for _, y in micro_batches)
+    for micro_batch in micro_batches:
+        (loss(model, micro_batch) * len(micro_batch[1]) / total).backward()
+
+
+def zeroed_each_time(model: nn.Module, micro_batches: list[Batch]) -> None:
+    for micro_batch in micro_batches:
+        model.zero_grad()
+        loss(model, micro_batch).backward()
+
+
+def clipped_each_time(model: nn.Module, micro_batches: list[Batch]) -> None:
+    model.zero_grad()
+    for micro_batch in micro_batches:
+        (loss(model, micro_batch) / len(micro_batches)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def without_the_last(model: nn.Module, micro_batches: list[Batch]) -> None:
+    right(model, micro_batches[:-1])
+
+
+@pytest.mark.parametrize(
+    ("loop", "cause"),
+    [
+        (divided_by(lambda n: n), r"divided by the number of micro-batches \(4\) although their weights differ"),
+        (divided_by(lambda n: 1), "not divided"),
+        (divided_by(lambda n: 8), "short window under-scaled: divided by 8 although the window has 4"),
+        (by_the_full_size, "short window under-scaled: divided by the size of a full window"),
+        (twice, "2 times too large: gradients of an earlier window were not zeroed"),
+        (zeroed_each_time, "gradients are zeroed between micro-batches"),
+        (clipped_each_time, "clipped after each micro-batch"),
+        (without_the_last, "micro-batch 4 is left out"),
+    ],
+    ids=["mean of means", "not divided", "short", "short by size", "twice", "zeroed", "clipped", "dropped"],
+)
+def test_the_classic_mistakes_are_named(loop: Loop, cause: str) -> None:
+    found = verify(classifier(), data(), loss, 16, step=loop)
+    assert not found.is_exact
+    assert found.max_error > 1e-3
+    assert re.search(cause, only(found.causes))
+
+
+def test_a_right_loop_is_exact() -> None:
+    found = verify(classifier(), data(), loss, 16, step=right)
+    assert found.is_exact
+    assert found.causes == ()
+
+
+def test_a_loop_that_never_zeroes_is_told_so_though_its_first_window_is_right() -> None:
+    found = verify(classifier(), data(), loss, 16, step=never_zeroed)
+    assert found.is_exact
+    assert "gradients are not zeroed: a second window adds to the first" in only(found.causes)
+
+
+def test_a_loop_over_dropout_and_batch_norm() -> None:
+    found = verify(classifier(nn.Dropout(0.3)), data(), loss, 16, step=right)
+    assert found.is_exact, str(found)
+    assert "dropout was switched off" in only(found.causes)
+    found = verify(classifier(nn.BatchNorm1d(12)), data(), loss, 16, step=divided_by(lambda n: n))
+    assert ["BatchNorm" in found.causes[0], "divided by the number" in found.causes[1]] == [True, True]
+
+
+# --- bad input ---------------------------------------------------------------------------------------------
+
+
+def test_bad_input() -> None:
+    with pytest.raises(OptionError, match="micro_batch_size is 0"):
+        verify(classifier(), data(), loss, 0)
+    with pytest.raises(BatchError, match="has 53 samples but"):
+        verify(classifier(), (data()[0], data(9)[1]), loss, 16)
+    model = classifier()
+    with pytest.raises(OptionError, match="none of the model's parameters"):
+        verify(model, data(), lambda _, b: F.cross_entropy(classifier().double()(b[0]), b[1]), 16)
+
+
+def test_a_compiled_model_is_verified_uncompiled() -> None:
+    assert verify(torch.compile(classifier(), backend="eager"), data(), loss, 16).is_exact
