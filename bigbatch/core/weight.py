@@ -88,15 +88,23 @@ class Tally:
                 f"{len(self.reference)}: give every micro-batch the same terms"
             )
 
-    def add(self, weight: Terms) -> Terms:
-        """Counts one micro-batch; returns what its losses are multiplied by now: w_k / w_1."""
-        self.check(weight)
-        if not self.weights:
-            self.reference = tuple(w if is_number(w) and w > 0 else 1.0 for w in weight)
-        self.weights.append(weight)
+    def scale(self, weight: Terms) -> Terms:
+        """What the losses of the next micro-batch are multiplied by: w_k / w_1."""
         if self.reduction == "sum":
             return tuple(1.0 for _ in weight)
-        return tuple(w / r for w, r in zip(weight, self.reference, strict=True))
+        reference = self.reference or self._reference(weight)
+        return tuple(w / r for w, r in zip(weight, reference, strict=True))
+
+    def add(self, weight: Terms) -> None:
+        """Counts a micro-batch."""
+        self.check(weight)
+        if not self.weights:
+            self.reference = self._reference(weight)
+        self.weights.append(weight)
+
+    @staticmethod
+    def _reference(weight: Terms) -> Terms:
+        return tuple(w if is_number(w) and w > 0 else 1.0 for w in weight)
 
     def factors(self, total: Terms) -> Terms:
         """What the finished sums are multiplied by: w_1 / W."""

@@ -195,15 +195,15 @@ class Accumulator:
 
     def _feed(self, micro: MicroBatch, window: OpenWindow, losses: Terms, weight: Terms) -> None:
         checks.check_loss(losses, len(weight))
-        self._gradients.refuse_foreign(self._gradients.parameters)
-        micro.has_begun = True
-        scale = window.tally.add(weight)
-        with torch.autocast(self._precision.device, enabled=False):
+        scale = window.tally.scale(weight)
+        with self._precision.backward_pass():
             for t, sums in enumerate(window.sums):
                 with self._gradients.collecting(sums) as compact:
+                    micro.has_begun = True
                     is_last = t == len(window.sums) - 1
                     self._precision.backward(losses[t : t + 1], scale[t : t + 1], keep_graph=not is_last)
                     compact()
+        window.tally.add(weight)
         window.losses.append(values_of(losses))
 
     def flush(self) -> Step | None:

@@ -49,6 +49,11 @@ class Precision:
     def autocast(self) -> AbstractContextManager[Any]:
         return self._full_precision if self.dtype is None else torch.autocast(self.device, self.dtype)
 
+    def backward_pass(self) -> AbstractContextManager[Any]:
+        """Backward passes belong outside of autocast."""
+        is_on = torch.is_autocast_enabled(self.device)
+        return torch.autocast(self.device, enabled=False) if is_on else self._full_precision
+
     def backward(self, losses: Terms, scales: Terms, *, keep_graph: bool = False) -> None:
         """Adds the gradient of sum_t scale_t * loss_t to .grad; a term with scale 0 counts nothing.
 

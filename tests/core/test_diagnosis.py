@@ -131,7 +131,7 @@ def half_as_large(w):
 
 
 MISTAKES = [
-    (divided_by_number, "divided by the number of micro-batches ({num}) although their weights differ (a mean of mean"),
+    (divided_by_number, "divided by the number of micro-batches ({num}) although their weights differ (a mean"),
     (not_divided, "not divided: the micro-batches' mean losses are added up as they are"),
     (divided_by_more, "short window under-scaled: divided by {more} although the window has {num} micro-batches"),
     (

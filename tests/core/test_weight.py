@@ -83,7 +83,6 @@ def test_both_ways_are_the_formula(way, window):
 @stable
 @given(window=windows_of_terms())
 def test_both_ways_agree(window):
-    weights, losses = window
     np.testing.assert_allclose(counting_first(*window), dividing_at_the_end(*window), rtol=1e-11, atol=1e-10)
 
 
@@ -96,7 +95,7 @@ def test_mean_of_means_is_not_the_formula():
 @given(window=windows_of_terms(max_terms=1))
 def test_mean_of_means_is_right_only_where_it_cannot_show(window):
     """Wherever the weights differ and the losses do too, the naive mean is off by what theory says."""
-    (weights, losses) = window
+    weights, losses = window
     w = np.array(weights, float)[:, 0]
     x = np.array(losses)[:, 0]
     assume(w.sum() > 0)

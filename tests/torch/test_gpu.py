@@ -79,6 +79,7 @@ def test_waiting_for_the_device_does_not_grow_with_the_number_of_micro_batches(w
                 torch.cuda.set_sync_debug_mode("default")
         return sum("synchronizing" in str(warning.message) for warning in caught)
 
+    waits(2)  # the first time has its own
     assert waits(2) == waits(32) <= 4
 
 

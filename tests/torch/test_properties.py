@@ -8,6 +8,7 @@ import copy
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -156,14 +157,6 @@ class Problem:
             for start, size in zip(starts, self.sizes, strict=True)
         ]
 
-    def __repr__(self):
-        names = ", ".join(term.__name__ for term in self.terms)
-        return (
-            f"Problem(({names}), batch of {len(self.data['x'])} in {self.sizes} by {self.accumulation_steps} or in "
-            f"{self.micro_batch_size}, seed {self.seed}, {self.data['weights'].tolist()}, "
-            f"{self.data['mask'].sum(1).tolist()}, {self.plan})"
-        )
-
 
 TERMS = [
     (over_samples,),
@@ -188,7 +181,7 @@ def problems(draw, terms=TERMS, zero_shares=(0.0, 0.3, 0.8)):
     mask = counts[:, None] & (torch.rand(num, NUM_TOKENS, generator=generator) < draw(st.sampled_from([0.3, 0.9])))
     cuts = draw(st.sets(st.integers(1, num - 1), max_size=9)) if num > 1 else set()
     edges = [0, *sorted(cuts), num]
-    sizes = tuple(stop - start for start, stop in zip(edges[:-1], edges[1:], strict=True))
+    sizes = tuple(stop - start for start, stop in pairwise(edges))
     return Problem(
         draw(plans()),
         {"x": 1 + x, "y": 1 + 2 * y, "weights": weights, "mask": mask},
@@ -332,14 +325,12 @@ def test_step_is_that_of_the_full_batch(way, problem):
 
 
 @pytest.mark.parametrize("way", [mean_of_means, divided_by_steps], ids=["mean of means", "divided by steps"])
-@pytest.mark.parametrize(
-    "terms", [(over_samples,), (over_weights,), (over_tokens,)], ids=lambda terms: terms[0].__name__
-)
-def test_the_property_catches_a_naive_loop(way, terms):
+@pytest.mark.parametrize("term", [over_samples, over_weights, over_tokens], ids=lambda term: term.__name__)
+def test_the_property_catches_a_naive_loop(way, term):
     @stable
-    @given(problem=problems(terms=[terms], zero_shares=[0.0]))
+    @given(problem=problems(terms=[(term,)], zero_shares=[0.0]))
     def run(problem):
-        assume(len(problem.sizes) > 1)
+        assume(all(part["mask"].any() for part in problem.micro_batches()))  # no mean over nothing: finite all along
         assert_full_batch(way, problem)
 
     with pytest.raises(AssertionError, match="off"):
@@ -373,6 +364,7 @@ def test_naive_loop_is_right_on_equal_micro_batches_only():
 @stable
 @given(problem=problems(terms=[(over_weights,), (over_tokens,), (over_tokens, over_weights)], zero_shares=[1.0]))
 def test_a_weight_of_zero_changes_nothing(way, problem):
+    """Not even with momentum and weight decay, which would move the parameters without a gradient."""
     assert not problem.data["weights"].any()
     assert not problem.data["mask"].any()
     model = problem.model()
@@ -395,7 +387,7 @@ def test_a_weight_of_zero_changes_nothing(way, problem):
 @stable
 @given(problem=problems(terms=[(over_tokens,)]), noise=st.integers(0, 2**16))
 def test_what_counts_nothing_has_no_say(way, problem, noise):
-    """Other values behind the mask give the same step, bit for bit."""
+    """Other values behind the mask give the same step."""
     assume(problem.data["mask"].any())
     hidden = ~problem.data["mask"].any(1)
     other = torch.randn(problem.data["x"].shape, generator=torch.Generator().manual_seed(noise), dtype=torch.float64)

@@ -1,0 +1,89 @@
+"""What README and docs show is run as it stands there."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks() -> Iterator[Any]:
+    for page in PAGES:
+        for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)):
+            yield pytest.param(code, id=f"{page.name}-{number}")
+
+
+def what_the_reader_has(folder: Path) -> dict[str, Any]:
+    """A model, an optimizer, a loader: what the pages take for granted."""
+    from bigbatch.torch import Accumulator, verify
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = [{"x": torch.randn(n, 6), "y": torch.randint(0, 4, (n,))} for n in (20, 20, 20, 20, 20, 7)]
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return cross_entropy(model(batch["x"]), batch["y"])
+
+    return {
+        "torch": torch,
+        "cross_entropy": cross_entropy,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        "loader": loader,
+        "batch": loader[0],
+        "loss": loss,
+        "path": folder / "state.pt",
+        "accumulator": Accumulator(model, optimizer, loss, micro_batch_size=8),
+        "Accumulator": Accumulator,
+        "verify": verify,
+    }
+
+
+@pytest.mark.parametrize("code", list(blocks()))
+def test_code_of_the_pages_runs(code: str, tmp_path: Path) -> None:
+    names = what_the_reader_has(tmp_path)
+    before = [p.detach().clone() for p in names["model"].parameters()]
+    exec(compile(code, "page", "exec"), names)
+    if "accumulator.step" in code or "train_with" in code or "micro.backward" in code:
+        moved = [not torch.equal(a, b) for a, b in zip(names["model"].parameters(), before, strict=True)]
+        assert all(moved)
+
+
+def test_the_first_screen() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    code = next(k for k, line in enumerate(lines) if line == "```python")
+    assert code < 8
+    assert lines[code + 1 :].index("```") <= 8
+    assert any(line.startswith("make demo") for line in lines[:24])
+    assert any(line.startswith("make test") for line in lines[:24])
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_file_of_the_tree_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for file in (ROOT / "bigbatch").rglob("*.py"):
+        assert file.name == "__init__.py" or file.name in readme, file.name
+
+
+def test_tables_are_filled() -> None:
+    pages = [*PAGES, ROOT / "benchmarks" / "RESULTS.md"]
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"<!-- ([^/].*?) -->", text):
+            table = text.partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0]
+            assert table.count("|") > 10, f"{page.name}: {name}"
+            assert "with changes" not in table, f"{page.name}: {name} was measured on code that was not committed"
