@@ -73,6 +73,7 @@ class Accumulator:
         accumulate_dtype: torch.dtype | None = None,
     ) -> None:
         check_reduction(reduction)
+        checks.check_model(model)
         checks.check_optimizer(model, optimizer)
         checks.check_scheduler(scheduler)
         checks.check_clip("clip_norm", clip_norm)

@@ -8,10 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..core.errors import BigBatchWarning, LossError, OptionError
 from ..core.weight import Terms, check_terms
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuses models that several processes share: each would divide by its own total weight."""
+    sharded = any(type(p).__name__ == "DTensor" for p in model.parameters())
+    if sharded or isinstance(model, DistributedDataParallel):
+        kind = type(model).__name__ if not sharded else "a sharded model"
+        raise OptionError(
+            f"{kind} is trained by several processes, which bigbatch does not do yet: "
+            "pass the plain module and train on one device"
+        )
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
