@@ -1,16 +1,13 @@
 """How far the update is from that of the plain full batch: `make exactness`, which writes docs/exactness.md."""
 
-from pathlib import Path
-
 import torch
 
 from tests.problems import problems
 from tests.torch.test_gradients import accumulation_errors
 from tests.torch.training import WAYS, Run, adamw, update_error, warm_up
 
-from .tables import about, markdown_table, write_table
+from .tables import README, about, markdown_table, write_table
 
-ROOT = Path(__file__).parent.parent
 IN_README = (
     "equal micro-batches",
     "sizes 16, 16, 16, 5",
@@ -53,12 +50,12 @@ def main() -> None:
     exactness = markdown_table(header, rows)
     short = [[name, ours, naive] for name, ours, _, naive in rows if name in IN_README]
     write_table(
-        ROOT / "README.md",
+        README,
         "exactness",
         markdown_table(["", "bigbatch", "divided by the number of micro-batches"], short),
     )
     low = markdown_table(["parameters in", "bigbatch", "plain `.grad`"], low_precision_rows())
-    page = ROOT / "docs" / "exactness.md"
+    page = README.parent / "docs" / "exactness.md"
     write_table(page, "torch", f"{exactness}\n\n{about()}")
     write_table(page, "torch low precision", low)
     print(exactness, low, sep="\n\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "RESULTS.md"
+README = FOLDER.parent / "README.md"
 PACKAGES = ("torch", "accelerate", "lightning")
 
 

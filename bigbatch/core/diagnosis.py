@@ -84,16 +84,18 @@ def explain_loop(mix: Mix, right: Array) -> str | None:
     if np.allclose(found, right, rtol=CLOSE, atol=CLOSE):
         return None
     seen = f"it weights the micro-batches {numbers(found)} where {numbers(right)} is right"
-    if np.allclose(found[:-1], 0.0, atol=CLOSE) and num > 1:
+    none = CLOSE * float(np.abs(found).max())
+    if num > 1 and np.all(np.abs(found[:-1]) <= none):
         return f"only the last micro-batch counts: gradients are zeroed between micro-batches; {seen}"
-    if any_close := [str(k + 1) for k in range(num) if abs(found[k]) < CLOSE < right[k]]:
-        return f"micro-batch {', '.join(any_close)} is left out; {seen}"
-    if np.allclose(found, found[0], rtol=CLOSE):
+    if left_out := [str(k + 1) for k in range(num) if abs(found[k]) <= none and right[k] > CLOSE]:
+        return f"micro-batch {', '.join(left_out)} is left out; {seen}"
+    if np.allclose(found, found[0], rtol=CLOSE, atol=0):
         return f"{_equal(float(found[0]), num)}; {seen}"
-    if np.allclose(found / right, found[0] / right[0], rtol=CLOSE):
-        return f"{_proportional(float(found[0] / right[0]), right)}; {seen}"
-    for scale in (right, np.full(num, 1 / num), np.ones(num)):
-        if is_clipped(mix, scale):
+    scale = float(found @ right / (right @ right))
+    if np.allclose(found, scale * right, rtol=CLOSE, atol=none):
+        return f"{_proportional(scale, right)}; {seen}"
+    for unclipped in (right, np.full(num, 1 / num), np.ones(num)):
+        if is_clipped(mix, unclipped):
             return f"the gradient is clipped after each micro-batch instead of once per step; {seen}"
     return seen
 
@@ -103,9 +105,9 @@ def _equal(scale: float, num: int) -> str:
         return f"divided by the number of micro-batches ({num}) although their weights differ (a mean of means)"
     if np.isclose(scale, 1.0, rtol=CLOSE):
         return "not divided: the micro-batches' mean losses are added up as they are"
-    if scale < 1 and np.isclose(1 / scale, round(1 / scale), rtol=CLOSE):
-        size = "short window under-scaled" if 1 / scale > num else "over-scaled"
-        return f"{size}: divided by {round(1 / scale)} although the window has {num} micro-batches"
+    if 0 < scale < 1 and (divisor := whole_times(1 / scale)):
+        size = "short window under-scaled" if divisor > num else "over-scaled"
+        return f"{size}: divided by {divisor} although the window has {num} micro-batches"
     if (times := whole_times(scale * num)) or (times := whole_times(scale)):
         return f"{times} times too large: gradients of an earlier window were not zeroed"
     return f"every micro-batch counts {scale:.4g} whatever its weight"
@@ -123,13 +125,15 @@ def _proportional(scale: float, right: Array) -> str:
 
 
 def whole_times(scale: float) -> int:
-    """2, 3, … if the scale is that whole number, else 0."""
+    """2, 3, … if the scale is that whole number, else 0; beyond a thousand, nearly every number looks whole."""
     times = round(scale)
-    return times if times >= 2 and np.isclose(scale, times, rtol=CLOSE) else 0
+    return times if 2 <= times <= 1000 and np.isclose(scale, times, rtol=CLOSE) else 0
 
 
 def is_clipped(mix: Mix, scale: Array) -> bool:
     """Whether the coefficients are these scales after a clipping of each micro-batch to one norm."""
+    if np.any(scale == 0):
+        return False
     ratio = mix.coefficients / scale
     if not (np.all(ratio <= 1 + CLOSE) and np.all(ratio > 0) and np.any(ratio < 1 - CLOSE)):
         return False
@@ -143,7 +147,7 @@ def is_clipped(mix: Mix, scale: Array) -> bool:
             return True
     # or the running sum was clipped each time: what came early was shrunk again and again
     factors = ratio / np.append(ratio[1:], 1.0)
-    if np.any(factors > 1 + CLOSE):
+    if np.any(factors > 1 + CLOSE) or np.all(factors > 1 - CLOSE):
         return False
     sums = [np.where(np.arange(len(ratio)) <= k, ratio / ratio[k] * factors[k] * scale, 0.0) for k in range(len(ratio))]
     sizes = np.array([np.sqrt(part @ mix.gram @ part) for part in sums])[factors < 1 - CLOSE]

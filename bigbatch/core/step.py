@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import MissingExtraError, StateError
-from .weight import Reduction, Terms, as_terms
+from .weight import Reduction, Terms, as_terms, check_weight
 
 
 class Step:
@@ -71,7 +71,7 @@ class Step:
         return {
             "loss": self.loss,
             "terms": list(self.terms),
-            "weight": list(self.weight) if isinstance(self.weight, tuple) else self.weight,
+            "weight": [*map(_plain, self.weight)] if isinstance(self.weight, tuple) else _plain(self.weight),
             "grad_norm": self.grad_norm,
             "num_micro_batches": self.num_micro_batches,
             "micro_batch_size": self.micro_batch_size,
@@ -128,31 +128,52 @@ class History:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes JSON lines, one per step. The file is there whole or not at all."""
         part = Path(f"{os.fspath(path)}.part")
-        with part.open("w", encoding="utf-8") as file:
-            for number, (epoch, step) in enumerate(self._numbered()):
-                record = {"step": number, "epoch": epoch, **_to_json(step.as_dict())}
-                file.write(json.dumps(record, allow_nan=False) + "\n")
-        part.replace(path)
+        try:
+            with part.open("w", encoding="utf-8") as file:
+                for record in self._records():
+                    file.write(json.dumps(_to_json(record), allow_nan=False) + "\n")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "History":
         """Reads what `save` wrote."""
         history = cls()
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise StateError(f"{path} is no history, since it is no text: {error}") from error
+        for number, line in enumerate(lines, 1):
             try:
-                record = _from_json(json.loads(line))
-                epoch = record.pop("epoch")
-                del record["step"], record["loss"]
-                record["terms"] = tuple(record["terms"])
-                if isinstance(record["weight"], list):
-                    record["weight"] = tuple(record["weight"])
-                step = Step(**record)
+                history._append_record(_from_json(json.loads(line)))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise StateError(f"line {number} of {path} is no step of a history: {error}") from error
-            while len(history._epochs) <= epoch:
-                history.end_epoch()
-            history.append(step)
         return history
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        number = 0
+        for epoch, steps in enumerate(self._epochs):
+            for place, step in enumerate(steps, 1):
+                ends_epoch = place == len(steps) and epoch < len(self._epochs) - 1
+                yield {"step": number, "epoch": epoch, "ends_epoch": ends_epoch, **step.as_dict()}
+                number += 1
+
+    def _append_record(self, record: dict[str, Any]) -> None:
+        del record["step"], record["loss"]
+        epoch, ends_epoch = record.pop("epoch"), record.pop("ends_epoch")
+        if epoch < len(self._epochs) - 1:
+            raise ValueError(f"epoch {epoch} comes after epoch {len(self._epochs) - 1}")
+        record["terms"] = tuple(map(float, record["terms"]))
+        if isinstance(record["weight"], list):
+            record["weight"] = tuple(record["weight"])
+        check_weight(as_terms(record["weight"]), of="the step")
+        step = Step(**record)
+        while len(self._epochs) <= epoch:
+            self.end_epoch()
+        self.append(step)
+        if ends_epoch:
+            self.end_epoch()
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws the loss over the steps, and the mean of each epoch; returns the matplotlib figure."""
@@ -172,9 +193,6 @@ class History:
             figure.savefig(path)
         return figure
 
-    def _numbered(self) -> Iterator[tuple[int, Step]]:
-        return ((number, step) for number, epoch in enumerate(self._epochs) for step in epoch)
-
 
 def epoch_loss(steps: Iterable[Step]) -> float:
     """The loss of all samples (or tokens) of an epoch: each term a mean by its own weight."""
@@ -186,6 +204,11 @@ def epoch_loss(steps: Iterable[Step]) -> float:
                 sums[number] = sums.get(number, 0.0) + term * (1 if step.reduction == "sum" else weight)
                 weights[number] = weights.get(number, 0.0) + weight
     return sum(sums[number] / weights[number] for number in sums) if sums else math.nan
+
+
+def _plain(number: Any) -> Any:
+    """Numpy's numbers as Python's."""
+    return number.item() if hasattr(number, "item") else number
 
 
 def _to_json(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """How far apart two gradients are, and the verdict."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ class Verification:
 
 def judge(errors: Mapping[str, float], causes: list[str], tolerance: float) -> Verification:
     """The verdict over errors by parameter."""
-    largest = max(errors.values(), default=0.0)
+    largest = max(errors.values(), default=0.0, key=lambda error: math.inf if math.isnan(error) else error)
     return Verification(largest <= tolerance, largest, dict(errors), tuple(causes), tolerance)
 
 

@@ -1,7 +1,7 @@
 """A stream of micro-batches becomes windows; a batch size becomes cuts."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Generic, TypeVar, overload
 
 from .errors import OptionError
@@ -60,9 +60,10 @@ class windows(Generic[T]):  # noqa: N801 - reads as the function that it stands 
 
     def __iter__(self) -> Iterator[Window[T]]:
         stream = iter(self._iterable)
-        while window := Window(islice(stream, steps_at(self._accumulation_steps, self.next_step))):
+        for first in stream:
+            num = steps_at(self._accumulation_steps, self.next_step)
             self.next_step += 1
-            yield window
+            yield Window(chain([first], islice(stream, num - 1)))
 
     def __len__(self) -> int:
         if callable(self._accumulation_steps):

@@ -235,13 +235,14 @@ class Accumulator:
     ) -> Step:
         """All that belongs to a step, once: unscale, check, clip, apply, schedule."""
         has_weight = self.reduction == "sum" or any(total)
+        terms = later(losses, by) if has_weight else tuple(0.0 for _ in total)
         norm = self._finish(sums) if has_weight else 0.0
         is_applied = has_weight and math.isfinite(norm)
         if is_applied and self.scheduler is not None:
             self.scheduler.step()
         self.num_steps += 1
         return Step(
-            terms=later(losses, by) if has_weight else tuple(0.0 for _ in total),
+            terms=terms,
             weight=from_terms(total),
             grad_norm=norm,
             num_micro_batches=num_micro_batches,
@@ -309,7 +310,7 @@ class Accumulator:
 
 def values_of(losses: Terms) -> list[Tensor]:
     """Copies, since a scalar may sit on the memory of all that it is the mean of (F.mse_loss in torch 2.13)."""
-    return [loss.detach().clone() for loss in losses]
+    return [loss.detach().reshape(()).clone() for loss in losses]
 
 
 def later(losses: Sequence[Sequence[Tensor]], by: list[Terms]) -> Callable[[], Terms]:

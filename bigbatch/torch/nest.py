@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,17 @@ def map_tensors(change: Callable[[Tensor], Any], nest: Any) -> Any:
     if isinstance(nest, Tensor):
         return change(nest)
     if isinstance(nest, tuple):
-        items = [map_tensors(change, item) for item in nest]
-        return type(nest)(*items) if hasattr(nest, "_fields") else tuple(items)
+        row = [map_tensors(change, item) for item in nest]
+        return type(nest)(*row) if hasattr(nest, "_fields") else tuple(row)
     if isinstance(nest, list):
         return [map_tensors(change, item) for item in nest]
-    if isinstance(nest, MutableMapping):
+    if isinstance(nest, Mapping):
+        items = {key: map_tensors(change, item) for key, item in nest.items()}
+        if not isinstance(nest, MutableMapping):
+            return items
         changed = copy.copy(nest)  # keeps the class: OrderedDict, transformers' BatchEncoding
-        for key, item in nest.items():
-            changed[key] = map_tensors(change, item)
+        for key, item in items.items():
+            changed[key] = item
         return changed
     if is_dataclass(nest):
         changed = copy.copy(nest)
@@ -34,10 +37,15 @@ def map_tensors(change: Callable[[Tensor], Any], nest: Any) -> Any:
     return nest
 
 
+def is_row(nest: Any) -> bool:
+    """Whether this is a plain tuple of tensors: the usual case, which needs no detour."""
+    return type(nest) is tuple and all(isinstance(item, Tensor) for item in nest)
+
+
 def tensors(nest: Any) -> list[Tensor]:
     """Every tensor of the nest, in the order of `map_tensors`."""
-    if type(nest) is tuple and all(isinstance(item, Tensor) for item in nest):
-        return list(nest)  # the usual case, without the detour
+    if is_row(nest):
+        return list(nest)
     found: list[Tensor] = []
     map_tensors(found.append, nest)
     return found
@@ -51,7 +59,7 @@ def names(nest: Any, name: str) -> Iterator[str]:
         fields = getattr(nest, "_fields", None)
         for number, item in enumerate(nest):
             yield from names(item, f"{name}.{fields[number]}" if fields else f"{name}[{number}]")
-    elif isinstance(nest, MutableMapping):
+    elif isinstance(nest, Mapping):
         for key, item in nest.items():
             yield from names(item, f"{name}[{key!r}]")
     elif is_dataclass(nest):
@@ -66,14 +74,14 @@ def is_dataclass(nest: Any) -> bool:
 def batch_size(batch: Any, name: str = "batch") -> int:
     """The size of the leading axis that all tensors share. A tensor without axes has none to share."""
     leaves = tensors(batch)
-    sizes = {tensor.shape[0] for tensor in leaves if tensor.ndim}
+    sizes = {tensor.size(0) for tensor in leaves if tensor.ndim}
     if len(sizes) == 1 and 0 not in sizes:
         return sizes.pop()
     if not sizes:
         raise BatchError(
             f"the {name} has no tensor with a batch axis ({type(batch).__name__}): pass a tensor or a nest of tensors"
         )
-    named = [(leaf, tensor.shape[0]) for leaf, tensor in zip(names(batch, name), leaves, strict=True) if tensor.ndim]
+    named = [(leaf, tensor.size(0)) for leaf, tensor in zip(names(batch, name), leaves, strict=True) if tensor.ndim]
     first, size = named[0]
     for leaf, other in named:
         if other != size:
@@ -90,7 +98,7 @@ def cut(batch: Any, micro_batch_size: int) -> tuple[list[Any], list[int]]:
     leaves = tensors(batch)
     rows = list(zip(*(_pieces(tensor, parts) for tensor in leaves), strict=True))
     sizes = [part.stop - part.start for part in parts]
-    if type(batch) is tuple and len(batch) == len(leaves):  # a row is a micro-batch as it is
+    if is_row(batch):
         return rows, sizes
     return [map_tensors(_next_of(row), batch) for row in rows], sizes
 

@@ -71,15 +71,15 @@ class Precision:
 
     def _seed(self, loss: Tensor, scale: Any) -> Tensor:
         if isinstance(scale, Tensor):
-            return self._scaled(scale, loss)
-        key = (scale, loss.dtype, loss.device, loss.ndim)
-        if key not in self._seeds:  # made once a window: most micro-batches count the same
-            self._seeds[key] = self._scaled(torch.full((), scale, dtype=loss.dtype, device=loss.device), loss)
-        return self._seeds[key]
-
-    def _scaled(self, scale: Tensor, loss: Tensor) -> Tensor:
-        scale = scale if self.scaler is None else self.scaler.scale(scale)
-        return scale.to(loss).expand(loss.shape)
+            seed = scale
+        else:
+            key = (scale, loss.dtype, loss.device)
+            if key not in self._seeds:  # made once a window: most micro-batches count the same
+                self._seeds[key] = torch.full((), scale, dtype=loss.dtype, device=loss.device)
+            seed = self._seeds[key]
+        if self.scaler is not None:
+            seed = self.scaler.scale(seed)
+        return seed.to(loss).expand(loss.shape)
 
     def unscale(self, optimizer: torch.optim.Optimizer, sums: Sums) -> None:
         if self.scaler is not None:

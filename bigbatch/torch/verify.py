@@ -1,13 +1,14 @@
 """Full batch against accumulation, on the user's own model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from ..core.diagnosis import explain_loop, explain_loss, unmix
+from ..core.diagnosis import Array, Mix, explain_loop, explain_loss, unmix
 from ..core.errors import OptionError
 from ..core.verification import Verification, judge
 from ..core.weight import Reduction
@@ -15,7 +16,7 @@ from ..core.window import positive
 from .accumulator import Loss
 from .checks import batch_norms
 from .replay import Replay
-from .trial import Loop, Trial, cast_to, copied, errors_of, products_of
+from .trial import Gradient, Loop, Trial, cast_to, copied, errors_of, products_of
 from .weight import Weight
 
 
@@ -77,11 +78,8 @@ def _verify_loop(trial: Trial, loop: Loop, tolerance: float) -> Verification:
         is_exact = judge(errors, [], tolerance).is_exact
         if not is_exact:
             causes += _batch_norm_causes(trial)
-            micro = [trial.gradient_of(m) for m in trial.micro_batches]
-            right = trial.right_scales()
-            if right.shape[1] == 1 and (cause := explain_loop(unmix(products_of([*micro, found])), right[:, 0])):
-                causes.append(cause)
-            elif not causes:
+            causes += _explained(trial, found, explain_loop)
+            if not causes:
                 causes.append(_unexplained(judge(errors, [], tolerance)))
     twice = {name: 2 * g for name, g in found.items()}
     if max(errors_of(twice, again).values(), default=1.0) < 1e-6:
@@ -106,11 +104,20 @@ def _loss_causes(trial: Trial, tolerance: float) -> list[str]:
     full = trial.gradient_of(trial.batch)
     if judge(errors_of(full, trial.accumulated(None)), [], tolerance).is_exact or len(trial.micro_batches) < 2:
         return []
+    return _explained(trial, full, lambda mix, right: explain_loss(mix, right, trial.reduction))
+
+
+def _explained(trial: Trial, gradient: Gradient, explain: Callable[[Mix, Array], str | None]) -> list[str]:
+    """What the mix of micro-batches in a gradient says about it."""
     right = trial.right_scales()
     if right.shape[1] > 1:
         return ["a term of the loss is no mean over its weight, or couples the samples of a batch"]
-    micro = [trial.gradient_of(m) for m in trial.micro_batches]
-    cause = explain_loss(unmix(products_of([*micro, full])), right[:, 0], trial.reduction)
+    counted = np.flatnonzero(right[:, 0])  # the mean over nothing may be 0/0
+    micro = [trial.gradient_of(trial.micro_batches[k]) for k in counted]
+    products = products_of([*micro, gradient])
+    if not np.isfinite(products).all():
+        return ["a gradient is not finite"]
+    cause = explain(unmix(products), right[counted, 0])
     return [cause] if cause else []
 
 

@@ -26,7 +26,7 @@ def check_all(weights: Sequence[Terms]) -> None:
 
 def on_host(weight: Terms) -> Terms:
     """Plain numbers where no device has to be asked; weights per sample are added up."""
-    summed = (w.detach().sum() if isinstance(w, Tensor) else w for w in weight)
+    summed = (_sum(w) if isinstance(w, Tensor) else w for w in weight)
     return tuple(w.item() if isinstance(w, Tensor) and w.device.type == "cpu" else w for w in summed)
 
 
@@ -36,6 +36,13 @@ def read(weights: Sequence[Terms]) -> list[Terms]:
     waiting = [w for weight in known for w in weight if isinstance(w, Tensor)]
     if not waiting:
         return known
-    wide = torch.float64 if waiting[0].device.type != "mps" else torch.float32
-    fetched = iter(torch.stack([w.to(wide) for w in waiting]).tolist())
+    fetched = iter(torch.stack([w.to(_widest(w)) for w in waiting]).tolist())
     return [tuple(next(fetched) if isinstance(w, Tensor) else w for w in weight) for weight in known]
+
+
+def _sum(weight: Tensor) -> Tensor:
+    return weight.detach().sum(dtype=_widest(weight) if weight.is_floating_point() else None)
+
+
+def _widest(weight: Tensor) -> torch.dtype:
+    return torch.float32 if weight.device.type == "mps" else torch.float64  # mps has no float64

@@ -150,13 +150,14 @@ EPOCHS = (
     [step((12.0,), 2.5, reduction="sum", num_micro_batches=1)],
 )
 
+VALUES = ("grad_norm", "num_micro_batches", "micro_batch_size", "is_applied", "reduction", "noise_scale")
+
 
 def assert_same(found, expected):
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
-        assert repr(one.as_dict()) == repr(other.as_dict())  # repr, since nan is not equal to itself
-        assert type(one.weight) is type(other.weight)
-        assert type(one.terms) is tuple
+        for name in ("terms", "weight", "loss", *VALUES):
+            assert repr(getattr(one, name)) == repr(getattr(other, name))  # nan is not equal to itself, its repr is
     np.testing.assert_array_equal(found.losses, expected.losses)
 
 
@@ -297,6 +298,13 @@ def test_plot_writes_a_picture(tmp_path):
     assert list(by_step.get_ydata()) == [3.0, 1.0, 1.0]
     assert list(by_epoch.get_xdata()) == [1, 2]  # at the last step of each epoch
     assert list(by_epoch.get_ydata()) == [1.5, 1.0]
+
+
+def test_plot_leaves_out_an_epoch_without_steps():
+    figure = history([step((3.0,))], [], [step((1.0,)), step((2.0,))]).plot()
+    _, by_epoch = figure.axes[0].lines
+    assert list(by_epoch.get_xdata()) == [0, 2]
+    assert list(by_epoch.get_ydata()) == [3.0, 1.5]
 
 
 def test_plot_takes_steps_over_nothing(tmp_path):

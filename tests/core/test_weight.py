@@ -56,7 +56,8 @@ def dividing_at_the_end(weights, losses):
     tally = Tally()
     sums = [0.0] * len(weights[0])
     for weight, loss in zip(weights, losses, strict=True):
-        sums = [s + scale * x for s, scale, x in zip(sums, tally.add(weight), loss, strict=True)]
+        sums = [s + scale * x for s, scale, x in zip(sums, tally.scale(weight), loss, strict=True)]
+        tally.add(weight)
     return [s * factor for s, factor in zip(sums, tally.factors(totals(weights)), strict=True)]
 
 
@@ -170,37 +171,51 @@ def test_weighted_gives_plain_floats():
 # --- Tally -----------------------------------------------------------------------------------------------
 
 
+def fed(tally, *weights):
+    """The scales of micro-batches that are fed one after the other."""
+    found = []
+    for weight in weights:
+        found += tally.scale((weight,))
+        tally.add((weight,))
+    return found
+
+
 def test_tally_scales_by_the_first_weight():
     tally = Tally()
-    assert [tally.add((w,)) for w in (4, 8, 1)] == [(1.0,), (2.0,), (0.25,)]
+    assert fed(tally, 4, 8, 1) == [1.0, 2.0, 0.25]
     assert tally.factors((13,)) == (4 / 13,)
     assert tally.weights == [(4,), (8,), (1,)]
 
 
 def test_tally_keeps_sums_as_large_as_a_mean():
     """Weights of 50,000 tokens would overflow float16 if sums were not kept relative to the first."""
-    tally = Tally()
-    assert max(tally.add((50_000,))[0] for _ in range(8)) == 1.0
+    assert fed(Tally(), *[50_000] * 8) == [1.0] * 8
 
 
 def test_tally_that_starts_with_nothing():
     tally = Tally()
-    assert tally.add((0,)) == (0.0,)
-    assert tally.add((6,)) == (6.0,)
+    assert fed(tally, 0, 6) == [0.0, 6.0]
     assert tally.factors((6,)) == (pytest.approx(1 / 6),)
 
 
 def test_tally_of_nothing_at_all():
     tally = Tally()
-    tally.add((0,))
-    tally.add((0,))
+    assert fed(tally, 0, 0) == [0.0, 0.0]
     assert tally.factors((0,)) == (0.0,)
 
 
 def test_tally_of_sums_scales_nothing():
     tally = Tally("sum")
-    assert [tally.add((w,)) for w in (4, 0, 9)] == [(1.0,), (1.0,), (1.0,)]
+    assert fed(tally, 4, 0, 9) == [1.0, 1.0, 1.0]
     assert tally.factors((13,)) == (1.0,)
+
+
+def test_asking_for_a_scale_counts_nothing():
+    tally = Tally()
+    tally.scale((4,))
+    tally.scale((2,))
+    assert tally.weights == []
+    assert fed(tally, 8, 4) == [1.0, 0.5]
 
 
 def test_tally_refuses_other_terms():

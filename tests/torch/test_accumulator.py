@@ -133,6 +133,23 @@ def test_weights_per_sample_are_added_up(one_at_a_time: bool) -> None:
     assert step.weight == pytest.approx(s.sum().item())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_low_precision_are_added_up_exactly(dtype: torch.dtype) -> None:
+    step = make(micro_batch_size=4000, weight=lambda batch: torch.ones(len(batch[1]), dtype=dtype) * 20).step(
+        make_batch(7001)
+    )
+    assert step.weight == 140020
+
+
+def test_a_loss_with_one_axis_of_one_is_a_scalar() -> None:
+    def sometimes_with_an_axis(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        value = loss(model, batch)
+        return value.reshape(1) if len(batch[1]) == 4 else value
+
+    step = make(loss=sometimes_with_an_axis).step(make_batch())
+    assert step.loss == pytest.approx(make().step(make_batch()).loss)
+
+
 def test_a_total_weight_of_zero_changes_nothing_and_says_so() -> None:
     for accumulator in (make(weight=lambda _: 0), make(weight=lambda _: torch.zeros(3), optimizer="AdamW")):
         before = snapshot(accumulator)

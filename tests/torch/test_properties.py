@@ -141,7 +141,8 @@ class Problem:
 
     def loss(self, model, nest):
         data = unpacked(self.plan, nest)
-        losses = tuple(term(model(data["x"]), data)[0] for term in self.terms)
+        predicted = model(data["x"])  # once, so that the terms share their graph
+        losses = tuple(term(predicted, data)[0] for term in self.terms)
         return losses if len(losses) > 1 else losses[0]
 
     def weight(self, nest):

@@ -109,3 +109,15 @@ def test_between_windows_there_is_nothing_but_the_count() -> None:
     fresh = Accumulator(run.model, run.optimizer, accumulation_steps=4)
     fresh.load_state_dict(run.accumulator.state_dict())
     assert fresh.num_steps == 1
+
+
+def test_a_scale_that_is_loaded_in_the_middle_of_a_window_counts_from_there() -> None:
+    first = Run("fp16")
+    first.feed(0)
+    other = Run("fp16")
+    other.accumulator.scaler.update(2.0**8)
+    other.feed(0)
+    first.accumulator.load_state_dict(other.accumulator.state_dict())
+    for run in (first, other):
+        run.feed(1)
+    assert first.accumulator.flush().grad_norm == other.accumulator.flush().grad_norm

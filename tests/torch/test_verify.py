@@ -325,6 +325,41 @@ def test_a_loop_over_dropout_and_batch_norm() -> None:
     assert ["BatchNorm" in found.causes[0], "divided by the number" in found.causes[1]] == [True, True]
 
 
+def test_a_micro_batch_of_nothing_is_no_obstacle() -> None:
+    problem = next(p for p in problems() if p.name == "a micro-batch without a token")
+    (batch,) = make_batches(problem)
+
+    def of_tokens(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Gives 0/0 for the micro-batch without a token, and a gradient to match."""
+        kept = batch["y"] != IGNORED
+        losses = F.cross_entropy(model(batch["x"])[0].transpose(1, 2), batch["y"].clamp(min=0), reduction="none")
+        return (losses * kept).sum() / kept.sum()
+
+    def twice_as_much(model: nn.Module, micro_batches: list[Any]) -> None:
+        model.zero_grad()
+        weights = [int((m["y"] != IGNORED).sum()) for m in micro_batches]
+        for micro_batch, weight in zip(micro_batches, weights, strict=True):
+            if weight:
+                (of_tokens(model, micro_batch) * 2 * weight / sum(weights)).backward()
+
+    weigh = make_weight(problem)
+    assert verify(Language(), batch, of_tokens, 1, weight=weigh).is_exact
+    assert "2 times too large" in only(verify(Language(), batch, of_tokens, 1, weight=weigh, step=twice_as_much).causes)
+    found = verify(Language(), batch, of_tokens, 1, weight=lambda m: 1 + (m["y"] != IGNORED).sum())
+    assert not found.is_exact
+    assert "not finite" in only(found.causes)
+
+
+def test_a_loop_that_leaves_nan_is_not_exact() -> None:
+    def loop(model: nn.Module, micro_batches: list[Batch]) -> None:
+        right(model, micro_batches)
+        model[0].bias.grad[0] = torch.nan
+
+    found = verify(classifier(), data(), loss, 16, step=loop)
+    assert not found.is_exact
+    assert "not finite" in only(found.causes)
+
+
 # --- bad input ---------------------------------------------------------------------------------------------
 
 
