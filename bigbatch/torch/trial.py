@@ -1,6 +1,7 @@
 """A copy of the user's model, a batch, and the ways to take its gradient."""
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.diagnosis import Array
-from ..core.errors import OptionError
+from ..core.errors import BigBatchWarning, OptionError
 from ..core.verification import relative_error
 from ..core.weight import Reduction, Terms, as_terms, scales, totals
 from ..core.window import Window, cuts
@@ -69,9 +70,11 @@ class Trial:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         optimizer.register_step_pre_hook(lambda *_: seen.update(self.taken()))
         accumulator = Accumulator(self.model, optimizer, loss, weight=self.weight, reduction=self.reduction)
-        accumulator._has_told_batch_norm = True  # it will be a cause
-        with replay or nullcontext():
-            accumulator.step(Window(self.micro_batches))
+        with replay or nullcontext(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", BigBatchWarning)  # what there is to say will be a cause
+            is_applied = accumulator.step(Window(self.micro_batches)).is_applied
+        if not is_applied:  # not finite, so it was kept from the optimizer
+            return {name: torch.full_like(p, torch.nan) for name, p in self.model.named_parameters()}
         return seen
 
     def by_loop(self, loop: Loop) -> tuple[Gradient, Gradient]:
