@@ -122,7 +122,7 @@ class Accumulator:
         self._tell_batch_norm(len(by))
 
         sums: Sums = {}
-        losses: list[list[Tensor]] = []
+        losses: list[list[Any]] = []
         counted: list[Terms] = []
         with self._gradients.collecting(sums) as compact:
             for micro_batch, scale in zip(micro_batches, by, strict=True):
@@ -132,7 +132,7 @@ class Accumulator:
                     compact()
         return self._apply(sums, losses, counted, total, len(by), max(sizes, default=None))
 
-    def _accumulate(self, loss: Loss, micro_batch: Any, scale: Terms) -> list[Tensor]:
+    def _accumulate(self, loss: Loss, micro_batch: Any, scale: Terms) -> list[Any]:
         """Adds the gradient of one micro-batch; returns its losses and lets go of everything else."""
         with self._precision.autocast():
             terms = as_terms(loss(self.model, micro_batch))
@@ -227,7 +227,7 @@ class Accumulator:
     def _apply(
         self,
         sums: Sums,
-        losses: Sequence[Sequence[Tensor]],
+        losses: Sequence[Sequence[Any]],
         by: list[Terms],
         total: Terms,
         num_micro_batches: int,
@@ -308,12 +308,20 @@ class Accumulator:
         self.num_steps = state["num_steps"]
 
 
-def values_of(losses: Terms) -> list[Tensor]:
-    """Copies, since a scalar may sit on the memory of all that it is the mean of (F.mse_loss in torch 2.13)."""
-    return [loss.detach().reshape(()).clone() for loss in losses]
+def values_of(losses: Terms) -> list[Any]:
+    """The values without the graph: plain numbers on the CPU, elsewhere tensors, since nothing is waited for.
+
+    Those are copies: a scalar may sit on the memory of all that it is the mean of (F.mse_loss in torch 2.13).
+    """
+    return [loss.item() if loss.is_cpu else loss.detach().reshape(()).clone() for loss in losses]
 
 
-def later(losses: Sequence[Sequence[Tensor]], by: list[Terms]) -> Callable[[], Terms]:
+def later(losses: Sequence[Sequence[Any]], by: list[Terms]) -> Callable[[], Terms]:
     """The loss of the whole batch, fetched from the device when somebody asks for it."""
-    stacked = [torch.stack(term) for term in zip(*losses, strict=True)]
-    return lambda: weighted(list(zip(*(term.tolist() for term in stacked), strict=True)), by)
+    columns = [torch.stack(term) if isinstance(term[0], Tensor) else term for term in zip(*losses, strict=True)]
+
+    def fetch() -> Terms:
+        fetched = (column.tolist() if isinstance(column, Tensor) else column for column in columns)
+        return weighted(list(zip(*fetched, strict=True)), by)
+
+    return fetch

@@ -79,7 +79,7 @@ class Precision:
             seed = self._seeds[key]
         if self.scaler is not None:
             seed = self.scaler.scale(seed)
-        return seed.to(loss).expand(loss.shape)
+        return seed.to(loss.dtype) if loss.ndim == 0 else seed.to(loss.dtype).expand(loss.shape)
 
     def unscale(self, optimizer: torch.optim.Optimizer, sums: Sums) -> None:
         if self.scaler is not None:

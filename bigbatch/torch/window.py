@@ -19,7 +19,7 @@ class OpenWindow:
 
     tally: Tally
     sums: list[Sums]
-    losses: list[list[Tensor]] = field(default_factory=list)
+    losses: list[list[Any]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.tally.weights)
@@ -31,7 +31,7 @@ class OpenWindow:
             "reduction": self.tally.reduction,
             "weights": read(self.tally.weights),
             "reference": self.tally.reference,
-            "losses": [[term.clone() for term in terms] for terms in self.losses],
+            "losses": [list(terms) for terms in self.losses],
             "gradients": [{number[p]: g.clone() for p, g in sums.items()} for sums in self.sums],
             "shapes": [tuple(p.shape) for p in parameters],
         }
