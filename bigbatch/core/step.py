@@ -11,54 +11,69 @@ from .errors import MissingExtraError, StateError
 from .weight import Reduction, Terms, as_terms, check_weight
 
 
+class _Fetched:
+    """An attribute whose value may be a function that fetches it: called when it is first read, and only then."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._slot = f"_{name}"
+
+    def __set__(self, step: "Step", value: Any) -> None:
+        setattr(step, self._slot, value)
+
+    def __get__(self, step: "Step", owner: type) -> Any:
+        value = getattr(step, self._slot)
+        if callable(value):
+            value = value()
+            setattr(step, self._slot, value)
+        return value
+
+
 class Step:
     """What one step did.
 
-    Making one never waits for a device: `terms` may be a function that fetches the values. Reading `loss` or
-    `terms` calls it, once.
+    Making one never waits for a device: each value may be a function that fetches it. Reading it calls that
+    function, once.
     """
 
     __slots__ = (
+        "_grad_norm",
+        "_is_applied",
         "_terms",
-        "grad_norm",
-        "is_applied",
+        "_weight",
         "micro_batch_size",
         "noise_scale",
         "num_micro_batches",
         "reduction",
-        "weight",
     )
+    terms = _Fetched()
+    """The loss of the whole batch, term by term."""
+    weight = _Fetched()
+    """The total weight of the batch; a tuple where the loss has several terms."""
+    grad_norm = _Fetched()
+    """The norm of the whole gradient, before clipping."""
+    is_applied = _Fetched()
+    """False if the parameters were left alone: the weight was zero or the gradient not finite."""
 
     def __init__(
         self,
         *,
         terms: Terms | Callable[[], Terms],
         weight: Any,
-        grad_norm: float,
+        grad_norm: float | Callable[[], float],
         num_micro_batches: int,
         micro_batch_size: int | None,
-        is_applied: bool,
+        is_applied: bool | Callable[[], bool],
         reduction: Reduction = "mean",
         noise_scale: float | None = None,
     ) -> None:
-        self._terms = terms
+        self.terms = terms
         self.weight = weight
-        """The total weight of the batch; a tuple where the loss has several terms."""
         self.grad_norm = grad_norm
-        """The norm of the whole gradient, before clipping."""
         self.num_micro_batches = num_micro_batches
         self.micro_batch_size = micro_batch_size
         self.is_applied = is_applied
-        """False if the parameters were left alone: the weight was zero or the gradient not finite."""
         self.reduction: Reduction = reduction
         self.noise_scale = noise_scale
-
-    @property
-    def terms(self) -> Terms:
-        """The loss of the whole batch, term by term."""
-        if callable(self._terms):
-            self._terms = self._terms()
-        return self._terms
 
     @property
     def loss(self) -> float:

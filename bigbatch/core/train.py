@@ -1,0 +1,33 @@
+"""Epochs of windows over a stream of micro-batches."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .errors import BatchError
+from .step import History, Step
+from .window import AccumulationSteps, Window, positive, windows
+
+
+def run_epochs(
+    step: Callable[[Window[Any]], Step], data: Iterable[Any], accumulation_steps: AccumulationSteps, epochs: int
+) -> History:
+    """Feeds every window of every epoch to `step`; refuses a stream that is spent before the end."""
+    positive("epochs", epochs)
+    if epochs > 1 and iter(data) is data:
+        raise BatchError(
+            f"data is a {type(data).__name__}, which is spent after 1 of {epochs} epochs: "
+            "pass something that can be iterated again, such as a list or a data loader"
+        )
+    history = History()
+    stream = windows(data, accumulation_steps)
+    for epoch in range(epochs):
+        before = len(history)
+        for window in stream:
+            history.append(step(window))
+        if len(history) == before:
+            raise BatchError(
+                f"data gave 0 micro-batches in epoch {epoch + 1} of {epochs}: pass something that is not empty and "
+                "can be iterated again, such as a list or a data loader"
+            )
+        history.end_epoch()
+    return history
