@@ -2,30 +2,28 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..core.audit import Gradient, Loop
 from ..core.diagnosis import Array
 from ..core.errors import BigBatchWarning, OptionError
-from ..core.verification import relative_error
 from ..core.weight import Reduction, Terms, as_terms, scales, totals
 from ..core.window import Window, cuts
 from . import nest
 from .accumulator import Accumulator, Loss
+from .checks import batch_norms
 from .replay import Recording, Replay
 from .weight import Weight, weigh
 
-Gradient = dict[str, Tensor]  # by the parameter's name; a parameter without a gradient is not in it
-Loop = Callable[[nn.Module, list[Any]], Any]
-
 
 class Trial:
-    """A copy of the model, a batch, and the ways to take its gradient."""
+    """As core/audit.py wants it. Dropout is compared with the same masks wherever they can be cut like the batch."""
 
     def __init__(
         self,
@@ -44,95 +42,125 @@ class Trial:
         self.batch_size = nest.batch_size(batch)
         self.micro_batches, self.sizes = nest.cut(batch, micro_batch_size)
         self.parts = cuts(self.batch_size, micro_batch_size)
-        self.state = copy.deepcopy(model.state_dict())
+        self._state = copy.deepcopy(model.state_dict())
+        self._replay: Replay | None = None
+        self._notes: list[str] = []
 
-    def full(self) -> tuple[Gradient, list[Tensor | None]]:
-        """The gradient of the whole batch, and the random numbers that were drawn for it."""
+    def full(self) -> Gradient:
         with Recording() as recording:
-            return self.gradient_of(self.batch), recording.draws
+            gradient = self._gradient_of(self.batch)
+        self._replay = Replay(recording.draws, self.batch_size) if recording.draws else None
+        return gradient
 
-    def gradient_of(self, batch: Any) -> Gradient:
-        self.reset()
-        torch.stack(as_terms(self.loss(self.model, batch))).sum().backward()
-        return self.taken()
-
-    def accumulated(self, replay: Replay | None) -> Gradient:
-        """What the accumulator hands to an optimizer."""
-        self.reset()
+    def accumulated(self) -> Gradient:
+        self._reset()
         part_by_id = {id(m): part for m, part in zip(self.micro_batches, self.parts, strict=True)}
+        replay = self._replay
 
         def loss(model: nn.Module, micro_batch: Any) -> Any:
             if replay is not None:
                 replay.start(part_by_id[id(micro_batch)])
             return self.loss(model, micro_batch)
 
-        seen: Gradient = {}
+        seen: dict[str, Array] = {}
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
-        optimizer.register_step_pre_hook(lambda *_: seen.update(self.taken()))
+        optimizer.register_step_pre_hook(lambda *_: seen.update(self._taken()))
         accumulator = Accumulator(self.model, optimizer, loss, weight=self.weight, reduction=self.reduction)
         with replay or nullcontext(), warnings.catch_warnings():
             warnings.simplefilter("ignore", BigBatchWarning)  # what there is to say will be a cause
             is_applied = accumulator.step(Window(self.micro_batches)).is_applied
+        if replay is not None:
+            self._notes = [about_randomness(self.model, replay.is_faithful)]
         if not is_applied:  # not finite, so it was kept from the optimizer
-            return {name: torch.full_like(p, torch.nan) for name, p in self.model.named_parameters()}
+            return {name: np.full(tuple(p.shape), np.nan) for name, p in self.model.named_parameters()}
         return seen
 
+    def micro(self, number: int) -> Gradient:
+        return self._gradient_of(self.micro_batches[number])
+
     def by_loop(self, loop: Loop) -> tuple[Gradient, Gradient]:
-        """What a foreign loop leaves, and what it leaves when it runs again without anything in between."""
-        self.reset()
+        self._reset()
         loop(self.model, list(self.micro_batches))
-        first = self.taken()
-        self.restore()
+        first = self._taken()
+        self.model.load_state_dict(self._state)
         loop(self.model, list(self.micro_batches))
-        return first, self.taken()
+        return first, self._taken()
 
     def right_scales(self) -> Array:
-        """How much each micro-batch should count."""
         weights: list[Terms] = [(size,) for size in self.sizes]
         if self.weight is not None:
             weights = weigh(self.micro_batches, self.weight)
         total = totals(weights)
         return np.array([scales(w, total, self.reduction) for w in weights])
 
-    def taken(self) -> Gradient:
+    def notes(self) -> list[str]:
+        return list(self._notes)
+
+    def layer_causes(self) -> list[str]:
+        if not (names := batch_norms(self.model)):
+            return []
+        return [
+            f"BatchNorm in training mode ({', '.join(names)}) normalises by the micro-batch instead of the batch: "
+            "put it into eval mode, or use GroupNorm or LayerNorm"
+        ]
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        names = set(batch_norms(self.model))
+        modules = [m for name, m in self.model.named_modules() if name in names or (self._replay and is_dropout(m))]
+        with in_eval(modules):
+            yield
+
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        if self._replay is not None:
+            self._notes = ["dropout was switched off for the comparison, since a foreign loop draws masks of its own"]
+        with in_eval([m for m in self.model.modules() if self._replay is not None and is_dropout(m)]):
+            yield
+
+    def _gradient_of(self, batch: Any) -> Gradient:
+        self._reset()
+        torch.stack(as_terms(self.loss(self.model, batch))).sum().backward()
+        return self._taken()
+
+    def _taken(self) -> dict[str, Array]:
         return {
-            name: p.grad.detach().to_dense().clone() if p.grad.is_sparse else p.grad.detach().clone()
+            name: (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach().cpu().numpy().copy()
             for name, p in self.model.named_parameters()
             if p.grad is not None
         }
 
-    def reset(self) -> None:
-        self.restore()
+    def _reset(self) -> None:
+        """Buffers as they were: a BatchNorm's running statistics move with every pass."""
+        self.model.load_state_dict(self._state)
         self.model.zero_grad(set_to_none=True)
 
-    def restore(self) -> None:
-        """Buffers as they were: a BatchNorm's running statistics move with every pass."""
-        self.model.load_state_dict(self.state)
+
+def about_randomness(model: nn.Module, is_faithful: bool) -> str:
+    names = [name for name, module in model.named_modules() if is_dropout(module) and module.training]
+    where = f"dropout ({', '.join(names)})" if names else "dropout or other random numbers"
+    if is_faithful:
+        return (
+            f"{where}: compared with the same masks; in training each micro-batch draws its own, "
+            "which is as good a draw as the full batch's but not the same"
+        )
+    return f"{where}: the draws could not be cut like the batch, so the masks differ; compare in eval mode"
 
 
-def errors_of(full: Gradient, other: Gradient) -> dict[str, float]:
-    norms = {name: float(torch.linalg.vector_norm(g)) for name, g in full.items()}
-    total = float(np.linalg.norm(list(norms.values())))
-    errors = {}
-    for name in full.keys() | other.keys():
-        if name not in full or name not in other:
-            present = full.get(name, other.get(name))
-            distance = float(torch.linalg.vector_norm(present)) if present is not None else 0.0
-        else:
-            distance = float(torch.linalg.vector_norm(other[name] - full[name]))
-        errors[name] = relative_error(distance, norms.get(name, 0.0), total)
-    return {name: errors[name] for name in [*full, *(other.keys() - full.keys())]}
+def is_dropout(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.dropout._DropoutNd)
 
 
-def products_of(found: Sequence[Gradient]) -> Array:
-    """The dot products of gradients with each other."""
-    products = np.zeros((len(found), len(found)))
-    for name in {name for gradient in found for name in gradient}:
-        some = next(g[name] for g in found if name in g)
-        rows = torch.stack([g.get(name, torch.zeros_like(some)).flatten() for g in found])
-        rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
-        products += (rows @ rows.T).double().cpu().numpy()
-    return products
+@contextmanager
+def in_eval(modules: list[nn.Module]) -> Iterator[None]:
+    before = [module.training for module in modules]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in zip(modules, before, strict=True):
+            module.training = training
 
 
 def copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
