@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .diagnosis import Array, Mix, explain_loop, explain_loss, unmix
-from .errors import OptionError
+from .errors import LossError
 from .verification import Verification, judge, relative_error
 from .weight import Reduction
 
@@ -55,15 +55,16 @@ def audit(trial: Trial, tolerance: float) -> Verification:
     """The accumulator against the full batch."""
     full = trial.full()
     if not full:
-        raise OptionError("the loss reached none of the model's parameters: compute it with the model it is given")
-    errors = errors_of(full, trial.accumulated())
+        raise LossError("the loss reached none of the model's parameters: compute it with the model it is given")
+    accumulated = trial.accumulated()
+    errors = errors_of(full, accumulated)
     causes = trial.notes()
     verdict = judge(errors, [], tolerance)
     if not verdict.is_exact:
         causes += trial.layer_causes()
         with trial.quiet():
             causes += _loss_causes(trial, tolerance)
-    return judge(errors, causes or _unexplained(verdict), tolerance)
+    return judge(errors, causes or _unexplained(verdict), tolerance, total_error_of(full, accumulated))
 
 
 def audit_loop(trial: Trial, loop: Loop, tolerance: float) -> Verification:
@@ -83,7 +84,7 @@ def audit_loop(trial: Trial, loop: Loop, tolerance: float) -> Verification:
             "gradients are not zeroed: a second window adds to the first, which is right only if "
             "something else zeroes them after each step"
         )
-    return judge(errors, causes, tolerance)
+    return judge(errors, causes, tolerance, total_error_of(full, found))
 
 
 def _loss_causes(trial: Trial, tolerance: float) -> list[str]:
@@ -127,6 +128,14 @@ def errors_of(full: Gradient, other: Gradient) -> dict[str, float]:
         distance = float(np.linalg.norm(np.asarray(other.get(name, 0.0)) - np.asarray(full.get(name, 0.0))))
         errors[name] = relative_error(distance, norms.get(name, 0.0), total)
     return errors
+
+
+def total_error_of(full: Gradient, other: Gradient) -> float:
+    """The relative error of the whole gradient."""
+    names = [*full, *(name for name in other if name not in full)]
+    differences = [np.linalg.norm(np.asarray(other.get(n, 0.0)) - np.asarray(full.get(n, 0.0))) for n in names]
+    norm = float(np.linalg.norm([np.linalg.norm(g) for g in full.values()]))
+    return relative_error(float(np.linalg.norm(differences)), norm, norm)
 
 
 def products_of(found: Sequence[Gradient]) -> Array:

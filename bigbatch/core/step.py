@@ -97,9 +97,10 @@ class Step:
 
     def __repr__(self) -> str:
         applied = "" if self.is_applied else ", not applied"
+        size = "" if self.micro_batch_size is None else f" of {self.micro_batch_size}"
         return (
             f"Step(loss={self.loss:.6g}, weight={self.weight}, grad_norm={self.grad_norm:.4g}, "
-            f"{self.num_micro_batches} micro-batches of {self.micro_batch_size}{applied})"
+            f"{self.num_micro_batches} micro-batch{'es' * (self.num_micro_batches != 1)}{size}{applied})"
         )
 
 

@@ -20,6 +20,8 @@ class Verification:
     causes: tuple[str, ...] = ()
     """Why they differ, or what was done so that they could be compared, in sentences."""
     tolerance: float = 1e-9
+    total_error: float = 0.0
+    """Relative error of the whole gradient."""
 
     def __bool__(self) -> bool:
         return self.is_exact
@@ -33,16 +35,17 @@ class Verification:
                 f"{'parameter':{width}}  relative error",
                 f"{'-' * width}  --------------",
                 *(f"{name:{width}}  {error:14.1e}" for name, error in ordered),
-                f"{verdict}: the largest error is {self.max_error:.1e}, allowed is {self.tolerance:.0e}",
+                f"{verdict}: the largest error is {self.max_error:.1e}, of the whole gradient {self.total_error:.1e}, "
+                f"allowed is {self.tolerance:.0e}",
                 *(f"- {cause}" for cause in self.causes),
             ]
         )
 
 
-def judge(errors: Mapping[str, float], causes: list[str], tolerance: float) -> Verification:
+def judge(errors: Mapping[str, float], causes: list[str], tolerance: float, total_error: float = 0.0) -> Verification:
     """The verdict over errors by parameter."""
     largest = max(errors.values(), default=0.0, key=lambda error: math.inf if math.isnan(error) else error)
-    return Verification(largest <= tolerance, largest, dict(errors), tuple(causes), tolerance)
+    return Verification(largest <= tolerance, largest, dict(errors), tuple(causes), tolerance, total_error)
 
 
 def relative_error(distance: float, norm: float, total_norm: float) -> float:

@@ -104,7 +104,7 @@ class Tally:
 
     @staticmethod
     def _reference(weight: Terms) -> Terms:
-        return tuple(w if is_number(w) and w > 0 else 1.0 for w in weight)
+        return tuple(w + (w == 0) for w in weight)  # 1 instead of 0, wherever the number is kept
 
     def factors(self, total: Terms) -> Terms:
         """What the finished sums are multiplied by: w_1 / W."""
@@ -114,6 +114,13 @@ class Tally:
 def is_number(value: Any) -> bool:
     """Whether this is a plain number, to be had without asking any device."""
     return isinstance(value, numbers.Real)
+
+
+def as_plain(value: Any) -> Any:
+    """A number as Python's own, so that sums neither overflow nor round; anything else as it is."""
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def check_weight(weight: Terms, *, of: str) -> Terms:

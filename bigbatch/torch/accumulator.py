@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from ..core.errors import BatchError, GradientError, OptionError, OrderError, StateError
+from ..core.errors import BatchError, LossError, OptionError, OrderError, StateError
 from ..core.step import Step
 from ..core.weight import (
     Reduction,
@@ -21,14 +21,13 @@ from ..core.weight import (
     from_terms,
     scales,
     totals,
-    weighted,
 )
 from ..core.window import AccumulationSteps, Window, positive, steps_at
 from . import checks, gradients, nest
-from .gradients import Gradients, Sums
-from .precision import Precision
+from .gradients import Collection, Gradients, Sums
+from .precision import Precision, is_low
 from .weight import Weight, check_all, on_host, read, weigh
-from .window import MicroBatch, OpenWindow
+from .window import MicroBatch, OpenWindow, later, values_of
 
 Loss = Callable[[Any, Any], Any]
 
@@ -73,6 +72,8 @@ class Accumulator:
         accumulate_dtype: torch.dtype | None = None,
     ) -> None:
         check_reduction(reduction)
+        checks.check_callable("loss", loss)
+        checks.check_callable("weight", weight)
         checks.check_model(model)
         checks.check_optimizer(model, optimizer)
         checks.check_scheduler(scheduler)
@@ -99,7 +100,8 @@ class Accumulator:
         self._gradients = Gradients(optimizer, names, accumulate_dtype)
         self._precision = Precision(precision, scaler, self._gradients.parameters, self._gradients.is_widened)
         self._open: OpenWindow | None = None
-        self._has_told_batch_norm = False
+        self._in_block = False
+        self._batch_norms = checks.batch_norm_modules(model)
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -110,6 +112,7 @@ class Accumulator:
 
     def step(self, batch: Any) -> Step:
         """One step of the optimizer on the whole batch: a nest of tensors that is cut, or a `Window`."""
+        self._refuse_in_block("step()")
         if self._open is not None:
             raise OrderError(f"a window of {len(self._open)} micro-batches is open: call flush() before step()")
         if self.loss is None:
@@ -121,24 +124,39 @@ class Accumulator:
         by = [scale_of[weight] for weight in weights]
         self._tell_batch_norm(len(by))
 
-        sums: Sums = {}
+        sums = Sums()
         losses: list[list[Any]] = []
         counted: list[Terms] = []
-        with self._gradients.collecting(sums) as compact:
+        with self._gradients.collecting(sums) as collection:
             for micro_batch, scale in zip(micro_batches, by, strict=True):
                 if any(scale):  # else it counts nothing, and its mean over nothing may be 0/0
-                    losses.append(self._accumulate(self.loss, micro_batch, scale))
+                    losses.append(self._accumulate(self.loss, micro_batch, scale, collection))
                     counted.append(scale)
-                    compact()
+        gradients.scale(gradients.values(sums), sums.unit)
         return self._apply(sums, losses, counted, total, len(by), max(sizes, default=None))
 
-    def _accumulate(self, loss: Loss, micro_batch: Any, scale: Terms) -> list[Any]:
+    def _accumulate(self, loss: Loss, micro_batch: Any, scale: Terms, collection: Collection) -> list[Any]:
         """Adds the gradient of one micro-batch; returns its losses and lets go of everything else."""
         with self._precision.autocast():
             terms = as_terms(loss(self.model, micro_batch))
         checks.check_loss(terms, len(scale))
-        self._precision.backward(terms, scale)
+        collection.check()
+        with self._precision.backward_pass():
+            if any(map(is_low, terms)):
+                for t, term in enumerate(terms):
+                    self._add_unscaled(term, scale[t], collection, keep_graph=t < len(terms) - 1)
+            else:
+                collection.in_units_of(1.0)
+                self._precision.backward(terms, scale)
+                collection.added()
         return values_of(terms)
+
+    def _add_unscaled(self, term: Tensor, scale: Any, collection: Collection, *, keep_graph: bool) -> None:
+        """Adds a term's gradient as it is: its weight goes into the measure of the sums, where nothing is rounded."""
+        if isinstance(scale, Tensor) or scale:
+            collection.in_units_of(scale)
+            self._precision.backward((term,), (1.0,), keep_graph=keep_graph)
+            collection.added()
 
     def _micro_batches(self, batch: Any) -> tuple[Sequence[Any], list[int]]:
         """The micro-batches, and their sizes where those are known or needed."""
@@ -173,9 +191,13 @@ class Accumulator:
             raise OptionError("micro_batch() needs weight=…: over how many samples or tokens the loss is a mean")
         terms = on_host(as_terms(1 if weight is None else weight))
         check_weight(tuple(w for w in terms if not isinstance(w, Tensor)), of="this micro-batch")
-        window = self._open or OpenWindow(Tally(self.reduction), [{} for _ in terms])
+        self._refuse_in_block("micro_batch()")
+        window = self._open or OpenWindow(
+            Tally(self.reduction), [Sums() for _ in terms], loss_scale=self._precision.loss_scale()
+        )
         window.tally.check(terms)
         micro = MicroBatch(lambda micro, loss: self._feed(micro, window, as_terms(loss), terms))
+        self._in_block = True
         try:
             with self._precision.autocast():
                 yield micro
@@ -187,6 +209,8 @@ class Accumulator:
                     "one may be half added; no parameter was changed"
                 )
             raise
+        finally:
+            self._in_block = False
         if not micro.has_begun:
             raise OrderError("micro.backward(loss) was not called in this micro-batch: call it once in the block")
         self._open = window
@@ -197,30 +221,43 @@ class Accumulator:
     def _feed(self, micro: MicroBatch, window: OpenWindow, losses: Terms, weight: Terms) -> None:
         checks.check_loss(losses, len(weight))
         scale = window.tally.scale(weight)
+        # with a scaler, a large weight would overflow in float16
+        is_outside = self.scaler is not None or any(map(is_low, losses))
         with self._precision.backward_pass():
-            for t, sums in enumerate(window.sums):
-                with self._gradients.collecting(sums) as compact:
+            for t, (loss, sums) in enumerate(zip(losses, window.sums, strict=True)):
+                keep_graph = t < len(losses) - 1
+                with self._gradients.collecting(sums) as collection:
                     micro.has_begun = True
-                    is_last = t == len(window.sums) - 1
-                    self._precision.backward(losses[t : t + 1], scale[t : t + 1], keep_graph=not is_last)
-                    compact()
+                    if is_outside:
+                        self._add_unscaled(loss, scale[t], collection, keep_graph=keep_graph)
+                    else:
+                        collection.in_units_of(1.0)
+                        self._precision.backward((loss,), scale[t : t + 1], keep_graph=keep_graph)
+                        collection.added()
         window.tally.add(weight)
         window.losses.append(values_of(losses))
 
     def flush(self) -> Step | None:
         """Makes the step of the window that is open, however short; None if none is."""
+        self._refuse_in_block("flush()")
         window, self._open = self._open, None
         if window is None:
             return None
         weights = read(window.tally.weights)
         check_all(weights)
+        window.check_scale(self._precision.loss_scale())
         total = totals(weights)
-        sums: Sums = {}
+        sums = Sums()
         for term, factor in zip(window.sums, window.tally.factors(total), strict=True):
-            gradients.scale(gradients.values(term), factor)
+            gradients.scale(gradients.values(term), term.unit * factor)
             gradients.add(sums, term)
+            term.clear()
         by = [scales(weight, total, self.reduction) for weight in weights]
         return self._apply(sums, window.losses, by, total, len(weights), None)
+
+    def _refuse_in_block(self, call: str) -> None:
+        if self._in_block:
+            raise OrderError(f"{call} was called inside of a micro_batch() block: call it after the block")
 
     # --- what all ways share -----------------------------------------------------------------------------
 
@@ -254,7 +291,7 @@ class Accumulator:
     def _finish(self, sums: Sums) -> float:
         """Brings the finished gradient to the parameters if it is finite; returns its norm."""
         if not sums:
-            raise GradientError(
+            raise LossError(
                 "the loss reached none of the optimizer's parameters: "
                 "compute it with the model whose parameters the optimizer holds"
             )
@@ -269,14 +306,16 @@ class Accumulator:
             elif self.scaler is None:  # with a scaler an overflow now and then is how it finds its scale
                 checks.tell_not_finite(self._gradients.first_not_finite(sums), self.num_steps + 1)
             self._precision.update()
+        except BaseException:
+            self._precision.forget(self.optimizer)
+            raise
         finally:
             gradients.clear(self._gradients.parameters)
         return norm
 
     def _tell_batch_norm(self, num_micro_batches: int) -> None:
-        if num_micro_batches > 1 and not self._has_told_batch_norm:
-            self._has_told_batch_norm = True
-            checks.tell_batch_norm(self.model)
+        if num_micro_batches > 1 and self._batch_norms and checks.tell_batch_norm(self.model):
+            self._batch_norms = []  # once is enough
 
     # --- saving ------------------------------------------------------------------------------------------
 
@@ -306,22 +345,3 @@ class Accumulator:
             self.scaler.load_state_dict(state["scaler"])
         self._open = opened
         self.num_steps = state["num_steps"]
-
-
-def values_of(losses: Terms) -> list[Any]:
-    """The values without the graph: plain numbers on the CPU, elsewhere tensors, since nothing is waited for.
-
-    Those are copies: a scalar may sit on the memory of all that it is the mean of (F.mse_loss in torch 2.13).
-    """
-    return [loss.item() if loss.is_cpu else loss.detach().reshape(()).clone() for loss in losses]
-
-
-def later(losses: Sequence[Sequence[Any]], by: list[Terms]) -> Callable[[], Terms]:
-    """The loss of the whole batch, fetched from the device when somebody asks for it."""
-    columns = [torch.stack(term) if isinstance(term[0], Tensor) else term for term in zip(*losses, strict=True)]
-
-    def fetch() -> Terms:
-        fetched = (column.tolist() if isinstance(column, Tensor) else column for column in columns)
-        return weighted(list(zip(*fetched, strict=True)), by)
-
-    return fetch

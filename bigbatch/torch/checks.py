@@ -8,22 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..core.errors import BigBatchWarning, LossError, OptionError
 from ..core.weight import Terms, check_terms
 
+SHARED = ("DistributedDataParallel", "FullyShardedDataParallel")
+
 
 def check_model(model: nn.Module) -> None:
     """Refuses models that several processes share: each would divide by its own total weight."""
-    sharded = any(type(p).__name__ == "DTensor" for p in model.parameters())
-    if sharded or isinstance(model, DistributedDataParallel):
-        kind = type(model).__name__ if not sharded else "a sharded model"
+    kinds = {type(module).__name__ for module in model.modules()}.intersection(SHARED)
+    if any(type(p).__name__ == "DTensor" for p in model.parameters()):
+        kinds.add("a sharded model")
+    if kinds:
         raise OptionError(
-            f"{kind} is trained by several processes, which bigbatch does not do yet: "
+            f"{kinds.pop()} is trained by several processes, which bigbatch does not do yet: "
             "pass the plain module and train on one device"
         )
+
+
+def check_callable(name: str, value: Any) -> None:
+    if value is not None and not callable(value):
+        raise OptionError(f"{name} is {value!r}: pass a function")
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -43,14 +50,16 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_scheduler(scheduler: Any) -> None:
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise OptionError(f"scheduler is a {type(scheduler).__name__}: pass one learning rate scheduler")
     if isinstance(scheduler, ReduceLROnPlateau):
         raise OptionError(
             "ReduceLROnPlateau wants a metric with every step: step it yourself where you have the metric"
         )
 
 
-def check_clip(name: str, value: float | None) -> None:
-    if value is not None and not (value > 0 and not math.isnan(value)):
+def check_clip(name: str, value: Any) -> None:
+    if value is not None and not (isinstance(value, int | float) and value > 0 and not math.isnan(value)):
         raise OptionError(f"{name} is {value!r}: pass a number above 0, or None")
 
 
@@ -81,9 +90,10 @@ def check_loss(terms: Terms, num_weights: int) -> None:
         )
 
 
-def tell_batch_norm(model: nn.Module) -> None:
-    """Says that BatchNorm sees micro-batches, if it does."""
-    if names := batch_norms(model):
+def tell_batch_norm(model: nn.Module) -> bool:
+    """Says that BatchNorm sees micro-batches; returns whether it does."""
+    names = batch_norms(model)
+    if names:
         warnings.warn(
             f"{len(names)} BatchNorm layer{'s' * (len(names) != 1)} in training mode ({names[0]} first) normalise by "
             "the micro-batch, so the result is not that of the full batch: put them into eval mode, or use "
@@ -91,6 +101,7 @@ def tell_batch_norm(model: nn.Module) -> None:
             BigBatchWarning,
             stacklevel=4,
         )
+    return bool(names)
 
 
 def tell_not_finite(name: str | None, step: int) -> None:
@@ -110,3 +121,7 @@ def batch_norms(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
     ]
+
+
+def batch_norm_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from ..core.errors import GradientError
+from ..core.weight import is_number
 
-Sums = dict[Tensor, Tensor]  # by parameter; a parameter that got no gradient is not in it
+
+class Sums(dict[Tensor, Tensor]):
+    """By parameter; a parameter that got no gradient is not in it. All are to be multiplied by `unit` at the end."""
+
+    unit: Any = 1.0
+
 
 HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # from torch 2.10 on, .grad may be wider than its parameter
 
@@ -40,23 +46,22 @@ class Gradients:
         return self.wide_dtype(parameter) != parameter.dtype
 
     @contextmanager
-    def collecting(self, sums: Sums) -> Iterator[Callable[[], None]]:
+    def collecting(self, sums: Sums) -> Iterator["Collection"]:
         """Inside, backward passes add to `sums`; before and after, .grad is None.
 
-        Keeping the sums away from .grad between micro-batches makes a stray `optimizer.zero_grad()` in the
+        Keeping the sums away from .grad between the blocks of a window makes a stray `optimizer.zero_grad()` in the
         user's loop harmless. If anything is raised inside, the sums are half added to: they are emptied.
-        Yields a function to call after each backward pass.
         """
         parameters = self.parameters
         self.refuse_foreign(parameters)
         wide = [p for p in parameters if self.is_widened(p)]
         restore = [_widen(p, self.wide_dtype(p), sums) for p in wide]
-        by_hook = () if HAS_GRAD_DTYPE else set(wide)
+        by_hook: Container[Tensor] = () if HAS_GRAD_DTYPE else set(wide)
         try:
             for p, g in sums.items():
                 if p not in by_hook:
                     p.grad = g
-            yield _compaction(parameters)
+            yield Collection(parameters, sums, by_hook)
             sums.update((p, p.grad) for p in parameters if p.grad is not None)
         except BaseException:
             sums.clear()
@@ -137,14 +142,17 @@ def values(sums: Sums) -> list[Tensor]:
     return [_values(g) for g in sums.values()]
 
 
-def scale(tensors: list[Tensor], factor: float) -> None:
-    if tensors and factor != 1.0:
+def scale(tensors: list[Tensor], factor: Any) -> None:
+    if tensors and (isinstance(factor, Tensor) or factor != 1.0):
         torch._foreach_mul_(tensors, factor)
 
 
 def add(sums: Sums, others: Sums) -> None:
     for p, g in others.items():
-        sums[p] = sums[p] + g if p in sums else g
+        if p not in sums:
+            sums[p] = g
+        else:  # torch adds a sparse tensor to a dense one, not the other way round
+            sums[p] = g + sums[p] if sums[p].is_sparse else sums[p] + g
 
 
 def norm(tensors: list[Tensor]) -> float:
@@ -180,23 +188,51 @@ def _values(gradient: Tensor) -> Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-def _compaction(parameters: Sequence[Tensor]) -> Callable[[], None]:
-    """Keeps sparse gradients from growing with the number of micro-batches.
+class Collection:
+    """The gradients of a window while backward passes add to them."""
 
-    Adding sparse gradients strings their entries together. Once there are more of them than rows, entries of
-    the same row are added up. How many there are is known without asking the device.
-    """
-    sparse: list[Tensor] | None = None
+    def __init__(self, parameters: Sequence[Tensor], sums: Sums, by_hook: Container[Tensor]) -> None:
+        self._parameters = parameters
+        self._sums = sums
+        self._by_hook = by_hook
+        self._sparse: list[Tensor] | None = None
+        self._watched: tuple[Tensor, Tensor, int] | None = None
 
-    def compact() -> None:
-        nonlocal sparse
-        if sparse is None:
-            sparse = [p for p in parameters if p.grad is not None and p.grad.is_sparse]
-        for p in sparse:
+    def check(self) -> None:
+        """Before a backward pass: what was added up so far must still be there."""
+        if self._watched is not None:
+            parameter, gradient, version = self._watched
+            if parameter.grad is not gradient or gradient._version != version:
+                raise GradientError(
+                    "gradients were zeroed or changed by the loss in the middle of a window, which loses the "
+                    "micro-batches before: leave zero_grad() and backward() out of the loss"
+                )
+
+    def in_units_of(self, unit: Any) -> None:
+        """Before a backward pass: what it adds counts `unit`, so what is there is brought to that measure."""
+        if unit is not self._sums.unit and not (is_number(unit) and unit == self._sums.unit):
+            held = [self._sums[p] if p in self._by_hook else p.grad for p in self._parameters]
+            scale([_values(g) for g in held if g is not None], self._sums.unit / unit)
+            self._sums.unit = unit
+            self.watch()
+
+    def added(self) -> None:
+        """After a backward pass: keeps sparse gradients from growing with the number of micro-batches.
+
+        Adding sparse gradients strings their entries together. Once there are more of them than rows, entries of
+        the same row are added up. How many there are is known without asking the device.
+        """
+        if self._sparse is None:
+            self._sparse = [p for p in self._parameters if p.grad is not None and p.grad.is_sparse]
+        for p in self._sparse:
             if p.grad is not None and p.grad.is_sparse and p.grad._nnz() > p.shape[0]:
                 p.grad = p.grad.coalesce()
+        self.watch()
 
-    return compact
+    def watch(self) -> None:
+        """Zeroing touches all parameters alike, so watching one of them is enough."""
+        p = next((p for p in self._parameters if p.grad is not None), None)
+        self._watched = None if p is None or p.grad is None else (p, p.grad, p.grad._version)
 
 
 def _widen(parameter: Tensor, dtype: torch.dtype, sums: Sums) -> Callable[[], None]:

@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ def map_tensors(change: Callable[[Tensor], Any], nest: Any) -> Any:
         return [map_tensors(change, item) for item in nest]
     if isinstance(nest, Mapping):
         items = {key: map_tensors(change, item) for key, item in nest.items()}
-        if not isinstance(nest, MutableMapping):
+        if not isinstance(nest, dict | UserDict):
             return items
         changed = copy.copy(nest)  # keeps the class: OrderedDict, transformers' BatchEncoding
         for key, item in items.items():
@@ -37,6 +39,22 @@ def map_tensors(change: Callable[[Tensor], Any], nest: Any) -> Any:
     return nest
 
 
+def leaves(nest: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Everything in the nest with the name it goes by, in the order of `map_tensors`."""
+    if isinstance(nest, tuple | list):
+        fields = getattr(nest, "_fields", None)
+        for number, item in enumerate(nest):
+            yield from leaves(item, f"{name}.{fields[number]}" if fields else f"{name}[{number}]")
+    elif isinstance(nest, Mapping):
+        for key, item in nest.items():
+            yield from leaves(item, f"{name}[{key!r}]")
+    elif is_dataclass(nest):
+        for field in dataclasses.fields(nest):
+            yield from leaves(getattr(nest, field.name), f"{name}.{field.name}")
+    else:
+        yield name, nest
+
+
 def is_row(nest: Any) -> bool:
     """Whether this is a plain tuple of tensors: the usual case, which needs no detour."""
     return type(nest) is tuple and all(isinstance(item, Tensor) for item in nest)
@@ -44,27 +62,7 @@ def is_row(nest: Any) -> bool:
 
 def tensors(nest: Any) -> list[Tensor]:
     """Every tensor of the nest, in the order of `map_tensors`."""
-    if is_row(nest):
-        return list(nest)
-    found: list[Tensor] = []
-    map_tensors(found.append, nest)
-    return found
-
-
-def names(nest: Any, name: str) -> Iterator[str]:
-    """What the tensors of the nest go by, in the same order."""
-    if isinstance(nest, Tensor):
-        yield name
-    elif isinstance(nest, tuple | list):
-        fields = getattr(nest, "_fields", None)
-        for number, item in enumerate(nest):
-            yield from names(item, f"{name}.{fields[number]}" if fields else f"{name}[{number}]")
-    elif isinstance(nest, Mapping):
-        for key, item in nest.items():
-            yield from names(item, f"{name}[{key!r}]")
-    elif is_dataclass(nest):
-        for field in dataclasses.fields(nest):
-            yield from names(getattr(nest, field.name), f"{name}.{field.name}")
+    return list(nest) if is_row(nest) else [leaf for _, leaf in leaves(nest, "") if isinstance(leaf, Tensor)]
 
 
 def is_dataclass(nest: Any) -> bool:
@@ -73,15 +71,17 @@ def is_dataclass(nest: Any) -> bool:
 
 def batch_size(batch: Any, name: str = "batch") -> int:
     """The size of the leading axis that all tensors share. A tensor without axes has none to share."""
-    leaves = tensors(batch)
-    sizes = {tensor.size(0) for tensor in leaves if tensor.ndim}
+    sizes = {tensor.size(0) for tensor in tensors(batch) if tensor.ndim}
     if len(sizes) == 1 and 0 not in sizes:
-        return sizes.pop()
+        size = sizes.pop()
+        if not is_row(batch):
+            _refuse_arrays(batch, name, size)
+        return size
     if not sizes:
         raise BatchError(
             f"the {name} has no tensor with a batch axis ({type(batch).__name__}): pass a tensor or a nest of tensors"
         )
-    named = [(leaf, tensor.size(0)) for leaf, tensor in zip(names(batch, name), leaves, strict=True) if tensor.ndim]
+    named = [(leaf, t.size(0)) for leaf, t in leaves(batch, name) if isinstance(t, Tensor) and t.ndim]
     first, size = named[0]
     for leaf, other in named:
         if other != size:
@@ -92,11 +92,20 @@ def batch_size(batch: Any, name: str = "batch") -> int:
     raise BatchError(f"{first} has 0 samples: leave empty batches out of the stream")
 
 
+def _refuse_arrays(batch: Any, name: str, size: int) -> None:
+    """What is no tensor goes to every micro-batch whole; an array with a row per sample was not meant to."""
+    for leaf, item in leaves(batch, name):
+        if isinstance(item, np.ndarray) and item.ndim and len(item) == size > 1:
+            raise BatchError(
+                f"{leaf} is a numpy array with {size} rows for {size} samples, which would not be cut: "
+                "pass it as a tensor, for example torch.as_tensor(…)"
+            )
+
+
 def cut(batch: Any, micro_batch_size: int) -> tuple[list[Any], list[int]]:
     """The micro-batches, as views where torch has them, and their sizes."""
     parts = cuts(batch_size(batch), micro_batch_size)
-    leaves = tensors(batch)
-    rows = list(zip(*(_pieces(tensor, parts) for tensor in leaves), strict=True))
+    rows = list(zip(*(_pieces(tensor, parts) for tensor in tensors(batch)), strict=True))
     sizes = [part.stop - part.start for part in parts]
     if is_row(batch):
         return rows, sizes

@@ -38,6 +38,8 @@ class Precision:
         self.device = parameters[0].device.type
         self.dtype = None if precision is None else DTYPES[precision]
         self._full_precision = nullcontext()
+        if scaler is not None and not scaler.is_enabled():
+            scaler = None  # does nothing, like none
         self.scaler = GradScaler(self.device) if precision == "fp16" and scaler is None else scaler
         self._seeds: dict[Any, Tensor] = {}
         if self.scaler is not None and (wide := [p for p in parameters if is_widened(p)]):
@@ -98,3 +100,17 @@ class Precision:
         self._seeds.clear()
         if self.scaler is not None:
             self.scaler.update()
+
+    def forget(self, optimizer: torch.optim.Optimizer) -> None:
+        """After an error in the middle of a step: torch's scaler would take the next one for a second unscaling."""
+        if self.scaler is not None:
+            self.scaler._per_optimizer_states.pop(id(optimizer), None)
+
+    def loss_scale(self) -> Tensor | None:
+        """What the scaler multiplies losses by now, without waiting for it."""
+        return None if self.scaler is None else self.scaler.scale(torch.ones((), device=self.device))
+
+
+def is_low(loss: Tensor) -> bool:
+    """Whether a scale would be rounded to the loss's dtype."""
+    return loss.dtype in DTYPES.values()

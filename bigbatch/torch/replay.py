@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DROPOUT = torch.ops.aten.native_dropout.default
+WHOLE_ONLY = (torch.ops.aten.randperm, torch.ops.aten.multinomial)  # a part of these is not one for a part
 
 
 class Recording(TorchDispatchMode):
@@ -83,5 +84,7 @@ def is_random(func: Any) -> bool:
 
 def is_whole(func: Any, out: Any) -> bool:
     """Whether the output is all that a draw leaves: not where noise is written into an argument on the side."""
+    if func.overloadpacket in WHOLE_ONLY:
+        return False
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
     return isinstance(out, Tensor) and writes == (func._schema.returns[0].alias_info is not None)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.audit import Gradient, Loop
 from ..core.diagnosis import Array
@@ -42,9 +43,10 @@ class Trial:
         self.batch_size = nest.batch_size(batch)
         self.micro_batches, self.sizes = nest.cut(batch, micro_batch_size)
         self.parts = cuts(self.batch_size, micro_batch_size)
-        self._state = copy.deepcopy(model.state_dict())
+        self._held = [(t, t.detach().clone()) for t in [*model.parameters(), *model.buffers()]]
         self._replay: Replay | None = None
         self._notes: list[str] = []
+        self._foreign: dict[Tensor, Tensor | None] = {}
 
     def full(self) -> Gradient:
         with Recording() as recording:
@@ -82,7 +84,7 @@ class Trial:
         self._reset()
         loop(self.model, list(self.micro_batches))
         first = self._taken()
-        self.model.load_state_dict(self._state)
+        self._restore()
         loop(self.model, list(self.micro_batches))
         return first, self._taken()
 
@@ -106,22 +108,37 @@ class Trial:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        names = set(batch_norms(self.model))
-        modules = [m for name, m in self.model.named_modules() if name in names or (self._replay and is_dropout(m))]
-        with in_eval(modules):
+        with in_eval(list(self.model.modules())):
             yield
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:
-        if self._replay is not None:
-            self._notes = ["dropout was switched off for the comparison, since a foreign loop draws masks of its own"]
-        with in_eval([m for m in self.model.modules() if self._replay is not None and is_dropout(m)]):
+        """All but BatchNorm goes into eval mode: dropout hides in attention and recurrent layers too."""
+        if self._replay is None:
+            yield
+            return
+        self._notes = ["dropout was switched off for the comparison, since a foreign loop draws masks of its own"]
+        with in_eval([m for m in self.model.modules() if not isinstance(m, _BatchNorm)]):
             yield
 
     def _gradient_of(self, batch: Any) -> Gradient:
         self._reset()
-        torch.stack(as_terms(self.loss(self.model, batch))).sum().backward()
+        total = torch.stack([term.reshape(()) for term in as_terms(self.loss(self.model, batch))]).sum()
+        self._keep_foreign(total)
+        total.backward()
         return self._taken()
+
+    def _keep_foreign(self, loss: Tensor) -> None:
+        """Remembers the gradients of what the loss brought along: parameters of its own, or of another model."""
+        own = set(self.model.parameters())
+        for leaf in leaves_of(loss):
+            if leaf not in own and leaf not in self._foreign:
+                self._foreign[leaf] = leaf.grad
+
+    def give_back(self) -> None:
+        """The gradients of what is not ours as they were."""
+        for leaf, gradient in self._foreign.items():
+            leaf.grad = gradient
 
     def _taken(self) -> dict[str, Array]:
         return {
@@ -131,9 +148,14 @@ class Trial:
         }
 
     def _reset(self) -> None:
-        """Buffers as they were: a BatchNorm's running statistics move with every pass."""
-        self.model.load_state_dict(self._state)
+        self._restore()
         self.model.zero_grad(set_to_none=True)
+
+    def _restore(self) -> None:
+        """Buffers as they were: a BatchNorm's running statistics move with every pass."""
+        with torch.no_grad():
+            for tensor, value in self._held:
+                tensor.copy_(value)
 
 
 def about_randomness(model: nn.Module, is_faithful: bool) -> str:
@@ -167,7 +189,7 @@ def copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper: compile nothing for a check
     try:
         twin = copy.deepcopy(model)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise OptionError(f"the model cannot be copied, which verify() needs: {error}") from error
     for tensor in [*twin.parameters(), *twin.buffers()]:
         tensor.data = cast_to(tensor.data, dtype)
@@ -181,3 +203,18 @@ def cast_to(batch: Any, dtype: torch.dtype) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return nest.map_tensors(cast, batch)
+
+
+def leaves_of(loss: Tensor) -> set[Tensor]:
+    """The tensors that a backward pass would leave gradients on."""
+    found: set[Tensor] = set()
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                found.add(node.variable)
+            waiting += [following for following, _ in node.next_functions]
+    return found

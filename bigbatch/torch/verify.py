@@ -1,9 +1,11 @@
 """Full batch against accumulation, on the user's own model."""
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -41,7 +43,10 @@ def verify(
     micro_batch_size = positive("micro_batch_size", micro_batch_size)
     with _random_state_kept(model), _dtype_noted(dtype):
         trial = Trial(copied(model, dtype), cast_to(batch, dtype), loss, micro_batch_size, weight, reduction)
-        return audit_loop(trial, step, tolerance) if step else audit(trial, tolerance)
+        try:
+            return audit_loop(trial, step, tolerance) if step else audit(trial, tolerance)
+        finally:
+            trial.give_back()
 
 
 @contextmanager
@@ -60,5 +65,10 @@ def _dtype_noted(dtype: torch.dtype) -> Iterator[None]:
 @contextmanager
 def _random_state_kept(model: nn.Module) -> Iterator[None]:
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        yield
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.weight import Terms, as_terms, check_terms, check_weight
+from ..core.weight import Terms, as_plain, as_terms, check_terms, check_weight
 
 Weight = Callable[[Any], Any]
 
@@ -26,7 +26,7 @@ def check_all(weights: Sequence[Terms]) -> None:
 
 def on_host(weight: Terms) -> Terms:
     """Plain numbers where no device has to be asked; weights per sample are added up."""
-    summed = (_sum(w) if isinstance(w, Tensor) else w for w in weight)
+    summed = (_sum(w) if isinstance(w, Tensor) else as_plain(w) for w in weight)
     return tuple(w.item() if isinstance(w, Tensor) and w.device.type == "cpu" else w for w in summed)
 
 

@@ -1,14 +1,15 @@
 """A window that is fed one micro-batch at a time: what it holds, and how it is saved."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.errors import OrderError, StateError
 from ..core.step import Step
-from ..core.weight import Reduction, Tally
+from ..core.weight import Reduction, Tally, Terms, weighted
 from .gradients import Sums
 from .weight import read
 
@@ -20,6 +21,17 @@ class OpenWindow:
     tally: Tally
     sums: list[Sums]
     losses: list[list[Any]] = field(default_factory=list)
+    loss_scale: Tensor | None = None
+    """What a GradScaler multiplied losses by when the window began."""
+
+    def check_scale(self, now: Tensor | None) -> None:
+        """Refuses to add up what was scaled differently."""
+        if now is not None and self.loss_scale is not None and float(now) != float(self.loss_scale):
+            raise OrderError(
+                f"the GradScaler's scale went from {float(self.loss_scale):g} to {float(now):g} in the middle of a "
+                "window, so its gradients do not add up and the window was dropped: "
+                "give each accumulator a scaler of its own"
+            )
 
     def __len__(self) -> int:
         return len(self.tally.weights)
@@ -31,8 +43,10 @@ class OpenWindow:
             "reduction": self.tally.reduction,
             "weights": read(self.tally.weights),
             "reference": self.tally.reference,
-            "losses": [list(terms) for terms in self.losses],
+            "losses": [[float(value) for value in terms] for terms in self.losses],
             "gradients": [{number[p]: g.clone() for p, g in sums.items()} for sums in self.sums],
+            "units": [float(sums.unit) for sums in self.sums],
+            "loss_scale": None if self.loss_scale is None else float(self.loss_scale),
             "shapes": [tuple(p.shape) for p in parameters],
         }
 
@@ -58,14 +72,20 @@ class OpenWindow:
         tally = Tally(reduction)
         tally.weights = [tuple(weight) for weight in state["weights"]]
         tally.reference = tuple(state["reference"])
-        return cls(
+        loss_scale = state["loss_scale"]
+        window = cls(
             tally,
-            [
-                {parameters[k]: g.to(parameters[k].device, copy=True) for k, g in sums.items()}
-                for sums in state["gradients"]
-            ],
+            [Sums() for _ in state["gradients"]],
             [list(terms) for terms in state["losses"]],
+            None if loss_scale is None else torch.tensor(loss_scale),
         )
+        for sums, saved, unit in zip(window.sums, state["gradients"], state["units"], strict=True):
+            sums.unit = unit
+            for k, g in saved.items():
+                if not 0 <= k < len(parameters) or g.shape != parameters[k].shape:
+                    raise StateError(f"the state has a gradient for parameter {k} that fits none of {len(parameters)}")
+                sums[parameters[k]] = g.to(parameters[k].device, copy=True)
+        return window
 
 
 class MicroBatch:
@@ -82,3 +102,25 @@ class MicroBatch:
         if self.has_begun:
             raise OrderError("micro.backward was called twice in one micro-batch: add the losses up before")
         self._feed(self, loss)
+
+
+def values_of(losses: Terms) -> list[Any]:
+    """The values without the graph: plain numbers on the CPU, elsewhere tensors, since nothing is waited for.
+
+    Those are copies: a scalar may sit on the memory of all that it is the mean of (F.mse_loss in torch 2.13).
+    """
+    return [loss.item() if loss.is_cpu else loss.detach().reshape(()).clone() for loss in losses]
+
+
+def later(losses: Sequence[Sequence[Any]], by: list[Terms]) -> Callable[[], Terms]:
+    """The loss of the whole batch, fetched from the device when somebody asks for it."""
+    columns = [
+        torch.stack(term) if all(isinstance(value, Tensor) for value in term) else term
+        for term in zip(*losses, strict=True)
+    ]
+
+    def fetch() -> Terms:
+        fetched = (column.tolist() if isinstance(column, Tensor) else map(float, column) for column in columns)
+        return weighted(list(zip(*fetched, strict=True)), by)
+
+    return fetch

@@ -53,7 +53,7 @@ def test_judge_copies_what_it_is_given():
 
 
 def test_table_of_an_exact_one():
-    text = str(judge({"a": 2e-16, "encoder.weight": 3.4e-15, "b": 0.0}, [], 1e-9))
+    text = str(judge({"a": 2e-16, "encoder.weight": 3.4e-15, "b": 0.0}, [], 1e-9, 1e-15))
     assert text == "\n".join(
         [
             "parameter       relative error",
@@ -61,20 +61,20 @@ def test_table_of_an_exact_one():
             "encoder.weight         3.4e-15",
             "a                      2.0e-16",
             "b                      0.0e+00",
-            "exact: the largest error is 3.4e-15, allowed is 1e-09",
+            "exact: the largest error is 3.4e-15, of the whole gradient 1.0e-15, allowed is 1e-09",
         ]
     )
 
 
 def test_table_of_one_that_is_not():
-    text = str(judge({"a": 2e-16, "b": 0.31}, ["divided by 4", "dropout"], 1e-6))
+    text = str(judge({"a": 2e-16, "b": 0.31}, ["divided by 4", "dropout"], 1e-6, 0.2))
     assert text == "\n".join(
         [
             "parameter  relative error",
             "---------  --------------",
             "b                 3.1e-01",
             "a                 2.0e-16",
-            "NOT exact: the largest error is 3.1e-01, allowed is 1e-06",
+            "NOT exact: the largest error is 3.1e-01, of the whole gradient 2.0e-01, allowed is 1e-06",
             "- divided by 4",
             "- dropout",
         ]

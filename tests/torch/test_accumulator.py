@@ -311,7 +311,7 @@ def raise_in_the_middle(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tenso
         ({"loss": lambda m, b: loss(m, b).item()}, LossError, "is a float"),
         ({"loss": lambda m, b: loss(m, b).detach()}, LossError, "no graph"),
         ({"loss": lambda m, b: (loss(m, b), loss(m, b))}, LossError, "2 terms but the weight has 1"),
-        ({"loss": lambda m, b: loss(make_model(), b)}, GradientError, "none of the optimizer's parameters"),
+        ({"loss": lambda m, b: loss(make_model(), b)}, LossError, "none of the optimizer's parameters"),
         ({"loss": raise_in_the_middle}, ZeroDivisionError, "the user's own"),
         ({"weight": lambda b: -1}, WeightError, "micro-batch 1 is -1"),
         ({"weight": lambda b: float("nan")}, WeightError, "micro-batch 1 is nan"),

@@ -4,15 +4,17 @@ import dataclasses
 import re
 import types
 from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import BatchEncoding
 
 from bigbatch import BatchError
-from bigbatch.torch.nest import batch_size, cut, map_tensors, names, tensors
+from bigbatch.torch.nest import batch_size, cut, leaves, map_tensors, tensors
 
 N = 7
 SIZES = [3, 3, 1]
@@ -152,8 +154,9 @@ def test_micro_batches_are_views(make):
 @pytest.mark.parametrize("make", NESTS.values(), ids=NESTS)
 def test_names_go_with_tensors(make):
     batch = make(X, Y, Z)
-    assert len(list(names(batch, "batch"))) == len(tensors(batch))
-    for name, tensor in zip(names(batch, "batch"), tensors(batch), strict=True):
+    named = [(name, leaf) for name, leaf in leaves(batch, "batch") if isinstance(leaf, torch.Tensor)]
+    assert len(named) == len(tensors(batch))
+    for (name, _), tensor in zip(named, tensors(batch), strict=True):
         assert eval(name, {"batch": batch}) is tensor  # a name is how one would write it
 
 
@@ -371,3 +374,36 @@ def test_a_mapping_that_cannot_be_changed_is_cut_into_dicts():
     assert [type(m) for m in micro_batches] == [dict, dict]
     assert torch.equal(micro_batches[1]["x"], X[4:])
     assert micro_batches[1]["note"] == "kept"
+
+
+def test_a_mapping_of_somebodys_own_is_left_alone():
+    class Own(MutableMapping):
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getitem__(self, key):
+            return self.inner[key]
+
+        def __setitem__(self, key, value):
+            self.inner[key] = value
+
+        def __delitem__(self, key):
+            del self.inner[key]
+
+        def __iter__(self):
+            return iter(self.inner)
+
+        def __len__(self):
+            return len(self.inner)
+
+    batch = Own({"x": X, "y": Y})
+    micro_batches, _ = cut(batch, 3)
+    assert batch["x"] is X
+    assert torch.equal(micro_batches[0]["x"], X[:3])
+
+
+@pytest.mark.parametrize("make", [lambda a: (X, a), lambda a: {"x": X, "more": [a]}])
+def test_an_array_with_a_row_per_sample_is_refused(make):
+    with pytest.raises(BatchError, match=r"numpy array with 7 rows for 7 samples"):
+        cut(make(np.zeros((7, 2))), 3)
+    assert len(cut(make(np.zeros((5, 2))), 3)[0]) == 3

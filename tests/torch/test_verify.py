@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import BatchError, OptionError
+from bigbatch import BatchError, LossError, OptionError
 from bigbatch.torch import verify
 from tests.problems import IGNORED, Problem, problems, tokens
 
@@ -360,6 +360,60 @@ def test_a_loop_that_leaves_nan_is_not_exact() -> None:
     assert "not finite" in only(found.causes)
 
 
+@pytest.mark.parametrize("kind", ["attention", "recurrent"])
+def test_dropout_hidden_in_layers_is_switched_off_for_a_loop(kind: str) -> None:
+    torch.manual_seed(0)
+
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix: Any = nn.LSTM(6, 6, 2, dropout=0.5, batch_first=True)
+            if kind == "attention":
+                self.mix = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3, batch_first=True)
+            self.head = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.mix(x[:, None].repeat(1, 3, 1))
+            return self.head((out if kind == "attention" else out[0]).mean(1))
+
+    found = verify(Hidden(), data(13), loss, 4, step=right)
+    assert found.is_exact, str(found)
+
+
+def test_draws_that_cannot_be_cut_do_not_stop_it() -> None:
+    def mixed_up(model: nn.Module, batch: Batch) -> Tensor:
+        return loss(model, (0.7 * batch[0] + 0.3 * batch[0][torch.randperm(len(batch[0]))], batch[1]))
+
+    found = verify(classifier(), data(), mixed_up, 16)
+    assert not found.is_exact
+    assert "could not be cut like the batch" in found.causes[0]
+
+
+def test_what_the_loss_brings_along_is_left_alone() -> None:
+    temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
+    other = classifier().double()
+
+    def with_temperature(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0]) * temperature + other(batch[0]), batch[1])
+
+    assert verify(classifier(), data(), with_temperature, 16).is_exact
+    assert temperature.grad is None
+    assert all(p.grad is None for p in other.parameters())
+
+
+def test_buffers_that_are_not_saved_are_restored_too() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * self.calls
+
+    assert verify(classifier(Counting()), data(), loss, 53).is_exact
+
+
 # --- bad input ---------------------------------------------------------------------------------------------
 
 
@@ -369,7 +423,7 @@ def test_bad_input() -> None:
     with pytest.raises(BatchError, match="has 53 samples but"):
         verify(classifier(), (data()[0], data(9)[1]), loss, 16)
     model = classifier()
-    with pytest.raises(OptionError, match="none of the model's parameters"):
+    with pytest.raises(LossError, match="none of the model's parameters"):
         verify(model, data(), lambda _, b: F.cross_entropy(classifier().double()(b[0]), b[1]), 16)
 
 

@@ -1,0 +1,260 @@
+"""What would go wrong silently: each of these gave a wrong gradient, or lost something, at one time."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from bigbatch import BigBatchWarning, GradientError, OptionError, OrderError, Window
+from bigbatch.torch import Accumulator
+
+from .test_accumulator import feed_once, loss, make, make_batch, make_model, snapshot
+from .test_gradients import data, micro_gradients, mse
+
+
+def low_error(sizes: tuple[int, ...], way: str, dtype: torch.dtype) -> tuple[float, float]:
+    """How far the gradient in low precision is from float32 sums of the same micro-gradients: ours, and plain."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4)).to(dtype)
+    x, y = data(sum(sizes), dtype)
+    parts = list(zip(x.split(sizes), y.split(sizes), strict=True))
+    exact = sum(g.float() * n for g, n in zip(micro_gradients(model, parts), sizes, strict=True)) / sum(sizes)
+    seen: list[Tensor] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(torch.cat([p.grad.flatten() for p in model.parameters()])))
+    accumulator = Accumulator(model, optimizer, mse, sizes[0], accumulation_steps=len(sizes))
+    if way == "batch":
+        accumulator.step((x, y))
+    elif way == "window":
+        accumulator.step(Window(parts))
+    else:
+        for part in parts:
+            with accumulator.micro_batch(weight=len(part[0])) as micro:
+                micro.backward(mse(model, part))
+    for part in parts:
+        (mse(model, part) * len(part[0]) / sum(sizes)).backward()
+    seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    ours, plain = (float((g.float() - exact).norm() / exact.norm()) for g in seen)
+    return ours, plain
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", ["window", "micro_batch"])
+@pytest.mark.parametrize("sizes", [(4,) * 60, (3, 60, 17, 40), (4,) * 7])
+def test_scales_are_not_rounded_to_the_loss_dtype(sizes: tuple[int, ...], way: str, dtype: torch.dtype) -> None:
+    """1/60 is no number of bfloat16's."""
+    ours, plain = low_error(sizes, way, dtype)
+    assert ours < 1e-6
+    assert 20 * ours <= plain
+
+
+def test_two_terms_in_low_precision() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4).bfloat16()
+    x, y = data(21, torch.bfloat16)
+    seen: list[Tensor] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.clone()))
+
+    def terms(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        out = model(batch[0])
+        return F.mse_loss(out, batch[1]), out.square().mean()
+
+    exact = torch.zeros(4, 6)
+    for part in zip(x.split(6), y.split(6), strict=True):
+        for t, weight in enumerate((len(part[0]), 3)):
+            model.zero_grad()
+            terms(model, part)[t].backward()
+            exact += model.weight.grad.float() * weight / (21, 12)[t]
+    model.zero_grad()
+    Accumulator(model, optimizer, terms, 6, weight=lambda batch: (len(batch[0]), 3)).step((x, y))
+    assert (seen[0].float() - exact).norm() <= 1e-6 * exact.norm()
+
+
+def test_calls_inside_of_a_block_are_refused() -> None:
+    for call in ("flush", "step", "micro_batch"):
+        accumulator = make(accumulation_steps=3)
+        before = snapshot(accumulator)
+        feed_once(accumulator)
+        with pytest.raises(OrderError, match=rf"{call}\(\) was called inside"), accumulator.micro_batch(weight=11):
+            if call == "flush":
+                accumulator.flush()
+            elif call == "step":
+                accumulator.step(make_batch())
+            else:
+                feed_once(accumulator)
+        assert all(torch.equal(a, b) for a, b in zip(accumulator.model.parameters(), before, strict=True))
+        assert accumulator.flush().weight == 11
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zeroing_in_the_loss_is_noticed(set_to_none: bool) -> None:
+    def zeroing(model: nn.Module, batch: Any) -> Tensor:
+        model.zero_grad(set_to_none=set_to_none)
+        return loss(model, batch)
+
+    accumulator = make(loss=zeroing)
+    before = snapshot(accumulator)
+    with pytest.raises(GradientError, match="zeroed or changed by the loss"):
+        accumulator.step(make_batch())
+    assert all(torch.equal(a, b) for a, b in zip(accumulator.model.parameters(), before, strict=True))
+
+
+def float_accumulator(**options: Any) -> Accumulator:
+    model = make_model().float()
+    return Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, 4, **options)
+
+
+def float_batch() -> tuple[Tensor, Tensor]:
+    x, y = make_batch()
+    return x.float(), y
+
+
+def test_a_scaler_whose_scale_changes_in_the_middle_of_a_window_is_noticed() -> None:
+    scaler = GradScaler("cpu", growth_interval=1)
+    first = float_accumulator(scaler=scaler)
+    second = float_accumulator(scaler=scaler, accumulation_steps=5)
+    with second.micro_batch(weight=11) as micro:
+        micro.backward(loss(second.model, float_batch()))
+    first.step(float_batch())
+    with second.micro_batch(weight=11) as micro:
+        micro.backward(loss(second.model, float_batch()))
+    before = snapshot(second)
+    with pytest.raises(OrderError, match="went from 65536 to 131072"):
+        second.flush()
+    assert all(torch.equal(a, b) for a, b in zip(second.model.parameters(), before, strict=True))
+
+
+def test_a_scaler_is_usable_after_an_error_in_the_optimizer() -> None:
+    accumulator = float_accumulator(precision="fp16")
+    handle = accumulator.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        accumulator.step(float_batch())
+    handle.remove()
+    assert accumulator.step(float_batch()).is_applied
+
+
+def test_a_scaler_that_is_switched_off_is_none() -> None:
+    accumulator = float_accumulator(scaler=GradScaler("cpu", enabled=False))
+    x, y = float_batch()
+    x[3] = torch.nan
+    with pytest.warns(BigBatchWarning, match="not finite"):
+        accumulator.step((x, y))
+
+
+def test_a_first_weight_that_is_small_overflows_nothing() -> None:
+    accumulator = float_accumulator(precision="fp16", accumulation_steps=2)
+    for weight in (1, 20000):
+        with accumulator.micro_batch(weight=weight) as micro:
+            micro.backward(loss(accumulator.model, float_batch()))
+    assert micro.step.is_applied
+    assert accumulator.scaler.get_scale() == 65536
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.float16, np.float32])
+def test_numpy_weights_are_added_up_as_plain_numbers(kind: Any) -> None:
+    step = make(weight=lambda batch: kind(30 * len(batch[1]))).step(make_batch())
+    assert step.weight == 330
+    assert type(step.weight) in (int, float)
+    assert step.grad_norm == pytest.approx(make().step(make_batch()).grad_norm, rel=1e-12)
+
+
+def test_backward_runs_outside_of_the_users_autocast() -> None:
+    def in_float32(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return loss(model, batch)
+
+    plain, wrapped = float_accumulator(), float_accumulator()
+    wrapped.loss = in_float32
+    plain.step(float_batch())
+    with torch.autocast("cpu", torch.bfloat16):
+        wrapped.step(float_batch())
+    for a, b in zip(wrapped.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_batch_norm_is_told_about_when_it_comes_into_play() -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)).double()
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, 4)
+    model.eval()
+    accumulator.step(make_batch())
+    model.train()
+    with pytest.warns(BigBatchWarning, match="1 BatchNorm layer"):
+        accumulator.step(make_batch())
+
+
+def test_sparse_and_dense_gradients_of_one_parameter_in_two_terms() -> None:
+    def terms(model: nn.Embedding, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return model(ids).square().mean(), model.weight.square().mean()
+
+    results = []
+    for way in ("batch", "micro_batch"):
+        torch.manual_seed(0)
+        model = nn.Embedding(9, 4, sparse=True, dtype=torch.float64)
+        ids = torch.tensor([1, 2, 1, 5, 7])
+        accumulator = Accumulator(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            terms,
+            2,
+            accumulation_steps=9,
+            weight=lambda b: (len(b), 1),
+        )
+        if way == "batch":
+            accumulator.step(ids)
+        else:
+            for part in ids.split(2):
+                with accumulator.micro_batch(weight=(len(part), 1)) as micro:
+                    micro.backward(terms(model, part))
+            accumulator.flush()
+        results.append(model.weight.detach())
+    assert torch.allclose(*results, rtol=1e-12, atol=1e-15)
+
+
+def test_a_finished_window_is_let_go() -> None:
+    accumulator = make(accumulation_steps=1)
+    with accumulator.micro_batch(weight=11) as micro:
+        window = micro._feed.__closure__
+        micro.backward(loss(accumulator.model, make_batch()))
+    held = [cell.cell_contents for cell in window if hasattr(cell.cell_contents, "sums")]
+    assert held
+    assert not any(sums for open_window in held for sums in open_window.sums)
+
+
+def test_both_clips_the_norm_first() -> None:
+    model = make_model()
+    loss(model, make_batch()).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    accumulator = make(clip_norm=0.1, clip_value=0.01)
+    accumulator.step(make_batch())
+    for a, b in zip(accumulator.model.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
+@pytest.mark.parametrize("wrap", [torch.compile, nn.Sequential], ids=["compiled", "inside"])
+def test_a_shared_model_is_found_inside_of_another(wrap: Any, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model = wrap(nn.parallel.DistributedDataParallel(make_model()))
+        with pytest.raises(OptionError, match="DistributedDataParallel is trained by several processes"):
+            Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, 4)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"weight": 3}, "weight is 3"), ({"loss": "x"}, "loss is 'x'"), ({"scheduler": [1]}, "scheduler is a list")],
+)
+def test_more_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        make(**options)
