@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..core.errors import GradientError
-from ..core.weight import is_number
 
 
 class Sums(dict[Tensor, Tensor]):
@@ -196,13 +195,14 @@ class Collection:
         self._sums = sums
         self._by_hook = by_hook
         self._sparse: list[Tensor] | None = None
-        self._watched: tuple[Tensor, Tensor, int] | None = None
+        self._watched: Tensor | None = None
+        self._seen: tuple[Tensor | None, int] = (None, 0)
 
     def check(self) -> None:
         """Before a backward pass: what was added up so far must still be there."""
         if self._watched is not None:
-            parameter, gradient, version = self._watched
-            if parameter.grad is not gradient or gradient._version != version:
+            gradient, version = self._seen
+            if self._watched.grad is not gradient or (gradient is not None and gradient._version != version):
                 raise GradientError(
                     "gradients were zeroed or changed by the loss in the middle of a window, which loses the "
                     "micro-batches before: leave zero_grad() and backward() out of the loss"
@@ -210,11 +210,13 @@ class Collection:
 
     def in_units_of(self, unit: Any) -> None:
         """Before a backward pass: what it adds counts `unit`, so what is there is brought to that measure."""
-        if unit is not self._sums.unit and not (is_number(unit) and unit == self._sums.unit):
-            held = [self._sums[p] if p in self._by_hook else p.grad for p in self._parameters]
-            scale([_values(g) for g in held if g is not None], self._sums.unit / unit)
-            self._sums.unit = unit
-            self.watch()
+        before = self._sums.unit
+        if unit is before or (isinstance(unit, float) and isinstance(before, float) and unit == before):
+            return
+        held = [self._sums.get(p) if p in self._by_hook else p.grad for p in self._parameters]
+        scale([_values(g) for g in held if g is not None], before / unit)
+        self._sums.unit = unit
+        self._watch()
 
     def added(self) -> None:
         """After a backward pass: keeps sparse gradients from growing with the number of micro-batches.
@@ -227,12 +229,15 @@ class Collection:
         for p in self._sparse:
             if p.grad is not None and p.grad.is_sparse and p.grad._nnz() > p.shape[0]:
                 p.grad = p.grad.coalesce()
-        self.watch()
+        self._watch()
 
-    def watch(self) -> None:
+    def _watch(self) -> None:
         """Zeroing touches all parameters alike, so watching one of them is enough."""
-        p = next((p for p in self._parameters if p.grad is not None), None)
-        self._watched = None if p is None or p.grad is None else (p, p.grad, p.grad._version)
+        if self._watched is None:
+            self._watched = next((p for p in self._parameters if p.grad is not None), None)
+        if self._watched is not None:
+            gradient = self._watched.grad
+            self._seen = (gradient, 0 if gradient is None else gradient._version)
 
 
 def _widen(parameter: Tensor, dtype: torch.dtype, sums: Sums) -> Callable[[], None]:

@@ -13,6 +13,7 @@ from ..core.weight import Terms
 from .gradients import Sums
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOW = (torch.bfloat16, torch.float16)
 
 
 class Precision:
@@ -113,4 +114,4 @@ class Precision:
 
 def is_low(loss: Tensor) -> bool:
     """Whether a scale would be rounded to the loss's dtype."""
-    return loss.dtype in DTYPES.values()
+    return loss.dtype in LOW
