@@ -36,12 +36,15 @@ def read(weights: Sequence[Terms]) -> list[Terms]:
     waiting = [w for weight in known for w in weight if isinstance(w, Tensor)]
     if not waiting:
         return known
-    fetched = iter(torch.stack([w.to(_widest(w)) for w in waiting]).tolist())
+    fetched = iter(torch.stack(waiting).tolist())
     return [tuple(next(fetched) if isinstance(w, Tensor) else w for w in weight) for weight in known]
 
 
 def _sum(weight: Tensor) -> Tensor:
-    return weight.detach().sum(dtype=_widest(weight) if weight.is_floating_point() else None)
+    """In plain numbers on the CPU; elsewhere wide, since torch divides whole numbers in float32."""
+    if weight.is_cpu and not weight.is_floating_point():
+        return weight.detach().sum()
+    return weight.detach().sum(dtype=_widest(weight))
 
 
 def _widest(weight: Tensor) -> torch.dtype:
