@@ -13,11 +13,18 @@ from ..core.window import AccumulationSteps, Window, positive, steps_at
 from . import checks, gradients, nest, replicas
 from .gradients import Gradient
 from .optimizer import Optimizer
-from .sums import Sums
+from .sums import OTHER_VARIABLES, Sums
 from .window import WEIGHT, WindowGraph
 
 Loss = Callable[[Any, Any], Any]
 Weight = Callable[[Any], Any]
+
+
+class Graphs:
+    """The graphs that were made; a plain dict would be taken into checkpoints by tf.Module."""
+
+    def __init__(self) -> None:
+        self.made: dict[Any, Any] = {}
 
 
 class Accumulator(tf.Module):
@@ -82,7 +89,7 @@ class Accumulator(tf.Module):
             self._told = tf.Variable(tf.zeros([5], WEIGHT), trainable=False, name="told")
         self._optimizer = Optimizer(optimizer, self.strategy)
         self._sums: Sums | None = None
-        self._graphs: dict[Any, Any] = {}
+        self._graphs = Graphs()
         self._is_ready = False
         if model.trainable_variables:
             self._prepare()
@@ -101,7 +108,8 @@ class Accumulator(tf.Module):
             raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
         layout, tensors = self._spread(batch)
         self._build(layout, tensors)
-        found = self._compiled("batch", self._on_batch, layout, tensors)(*tensors)
+        with checks.telling_bad_weights():
+            found = self._compiled(("batch", self.micro_batch_size), self._on_batch, layout, tensors)(*tensors)
         return self._stepped(*(found if self._optimizer.runs_in_graph else self._applied(*found)))
 
     def _step_window(self, window: Window[Any]) -> Step:
@@ -109,18 +117,21 @@ class Accumulator(tf.Module):
             raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
         spread = [self._spread(micro_batch) for micro_batch in window]
         self._build(*spread[0])
-        self.sums.count.assign(0)
-        total = tf.add_n([self._compiled("weigh", self._on_weigh, *each)(*each[1]) for each in spread])
+        with checks.telling_bad_weights():
+            total = tf.add_n([self._compiled("weigh", self._on_weigh, *each)(*each[1]) for each in spread])
         spec = tf.TensorSpec(total.shape, WEIGHT)
+        sums = self._sums_for(total.shape[0])
         try:
             for each in spread:
-                self._compiled("add", self._on_add, *each, spec)(total, *each[1])
+                self._compiled(("add", id(sums)), self._on_add, *each, spec)(total, *each[1])
+            close: Any = self._close
+            if self._optimizer.runs_in_graph:
+                name = ("close", id(sums), tuple(sums.present()))
+                close = self._compiled(name, lambda _: self._close, nest.Layout(()), [], spec)
+            return self._stepped(*close(total))
         except BaseException:
             self._clear()
             raise
-        if not self._optimizer.runs_in_graph:
-            return self._stepped(*self._close(total))
-        return self._stepped(*self._compiled("close", lambda _: self._close, nest.Layout(()), [], spec)(total))
 
     def _spread(self, batch: Any) -> tuple[nest.Layout, list[Any]]:
         """The batch's layout, and its tensors: one part for each replica where there are several."""
@@ -138,14 +149,15 @@ class Accumulator(tf.Module):
         return layout, layout.tensors
 
     def _compiled(
-        self, name: str, make: Callable[..., Any], layout: nest.Layout, tensors: Sequence[Any], *more: tf.TypeSpec
+        self, name: Any, make: Callable[..., Any], layout: nest.Layout, tensors: Sequence[Any], *more: tf.TypeSpec
     ) -> Any:
         """A graph for this kind of batch, of any size; made once."""
         specs = [*more, *map(replicas.any_size, tensors)]
         key = (name, layout.key, tuple(specs), tuple(map(id, self.model.trainable_variables)))
-        if key not in self._graphs:
-            self._graphs[key] = tf.function(make(layout), input_signature=specs, autograph=False)
-        return self._graphs[key]
+        made = self._graphs.made
+        if key not in made:
+            made[key] = tf.function(make(layout), input_signature=specs, autograph=False)
+        return made[key]
 
     def _window_graph(self, layout: nest.Layout) -> WindowGraph:
         return WindowGraph(
@@ -190,19 +202,20 @@ class Accumulator(tf.Module):
 
             def count() -> None:
                 losses, found = graph.micro(tensors, scale)
-                self.sums.add(found, weight[0], tf.reduce_sum(losses))
+                self.sums.add(found, weight[0], losses)
 
             tf.cond(tf.reduce_any(scale > 0), count, lambda: None)
 
         def add(total: tf.Tensor, *tensors: Any) -> None:
             self.num_traces += 1
             self.strategy.run(on_replica, args=(total, *tensors))
-            self.sums.count.assign_add(1)
+            self.sums.counted()
 
         return add
 
     # --- gradients that the user took --------------------------------------------------------------------
 
+    @tf.autograph.experimental.do_not_convert
     def add(self, gradients: Sequence[Gradient], weight: Any = None, loss: Any = None) -> None:
         """Adds the gradient of one micro-batch's mean loss over `weight`; makes the step at the window's end.
 
@@ -213,24 +226,35 @@ class Accumulator(tf.Module):
             raise OptionError("add() does not know how long a window is: pass accumulation_steps=…")
         if weight is None and self.reduction == "mean":
             raise OptionError("add() needs weight=…: over how many samples or tokens the loss is a mean")
-        if len(gradients) != len(self.model.trainable_variables):
-            raise OptionError(
-                f"add() got {len(gradients)} gradients for {len(self.model.trainable_variables)} variables: "
-                "pass tape.gradient(loss, model.trainable_variables)"
+        checks.check_gradients(gradients, self.model.trainable_variables)
+        self._check_eager("add()")
+        context = tf.distribute.get_replica_context()
+        if context is None or context.num_replicas_in_sync != self.strategy.num_replicas_in_sync:
+            raise OrderError(
+                f"the model is on {self.strategy.num_replicas_in_sync} replicas: call add() in what strategy.run runs"
             )
-        checks.check_weight_at_hand(1 if weight is None else weight)
-        if not self._optimizer.runs_in_graph and not tf.executing_eagerly():
-            raise OptionError(f"{type(self.optimizer).__name__} steps in eager code only: call add() outside of tf.function")
-        counted = tf.cast(1 if weight is None else weight, WEIGHT)
+        counted = checks.weight_at_hand(1 if weight is None else weight)
         factor = tf.ones([], WEIGHT) if self.reduction == "sum" else counted
-        value = tf.constant(float("nan"), WEIGHT) if loss is None else tf.cast(loss, WEIGHT) * factor
-        self.sums.add(self._weighted(gradients, factor), counted, value)
-        tf.distribute.get_replica_context().merge_call(lambda _: self._count())
+        value = tf.cast(float("nan") if loss is None else loss, WEIGHT)
+        value = value if loss is None else tf.math.multiply_no_nan(value, factor)
+        self._sums_for(1).add(self._weighted(gradients, factor), counted, value[None])
+        context.merge_call(lambda _: self._count())
 
+    def _check_eager(self, call: str) -> None:
+        if not self._optimizer.runs_in_graph and not tf.executing_eagerly():
+            raise OptionError(
+                f"{type(self.optimizer).__name__} steps in eager code only: call {call} outside of tf.function"
+            )
+
+    @tf.autograph.experimental.do_not_convert
     def flush(self) -> Step | None:
         """Makes the step of the window that is open, however short; in eager code None if none is."""
+        self._check_eager("flush()")
         if not tf.executing_eagerly():
-            tf.cond(self.sums.count > 0, self._close_told, lambda: None)
+            if self.sums.present():
+                tf.cond(self.sums.count > 0, self._close_told, lambda: None)
+            else:
+                tf.debugging.Assert(self.sums.count == 0, [OTHER_VARIABLES])
             return None
         if self._sums is None or not int(self._sums.count.numpy()):
             return None
@@ -247,19 +271,29 @@ class Accumulator(tf.Module):
 
     @property
     def sums(self) -> Sums:
-        if self._sums is None:
-            if not self.model.trainable_variables:
-                raise OrderError("the model has no variables yet: call it on a batch once, then make the accumulator")
+        return self._sums_for(1) if self._sums is None else self._sums
+
+    def _sums_for(self, num_terms: int) -> Sums:
+        """Sums for the variables that are trained now."""
+        variables = self._variables()
+        if not variables:
+            raise OrderError("the model has no variables yet: call it on a batch once, then make the accumulator")
+        if self._sums is None or not self._sums.fits(variables, num_terms):
             with tf.init_scope():
-                self._sums = Sums(self._variables(), self.strategy)
+                if self._sums is not None and int(self._sums.count.numpy()):
+                    raise OrderError(
+                        f"the trainable variables changed in the middle of a window ({len(self._sums.gradients)} then, "
+                        f"{len(variables)} now): call flush() before that"
+                    )
+                self._sums = Sums(variables, self.strategy, num_terms)
         return self._sums
 
     def _weighted(self, found: Sequence[Gradient], factor: tf.Tensor) -> list[Gradient]:
-        return gradients.scaled([gradients.widened(g) for g in found], factor)
+        return gradients.weighted([gradients.widened(g) for g in found], factor)
 
     def _count(self) -> None:
         """Across replicas: one more micro-batch, and the step if it was the window's last."""
-        self.sums.count.assign_add(1)
+        self.sums.counted()
         steps: Any = self.accumulation_steps
         if callable(steps):
             eager = tf.executing_eagerly()
@@ -273,41 +307,41 @@ class Accumulator(tf.Module):
 
     def _close(self, total: tf.Tensor | None) -> Any:
         """Across replicas: the step on what was added up. A total is given if that is divided by it already."""
+        present = self.sums.present()
 
         def on_replica() -> Any:
-            found, weight, loss = self.sums.read()
+            found, weight, losses = self.sums.read(present)
             by = total
             if by is None:
                 by = weight[None]
                 if self.reduction == "mean":
                     inverse = tf.math.divide_no_nan(tf.ones([], WEIGHT), weight)
-                    found, loss = gradients.scaled(found, inverse), loss * inverse
-            return (*self._finished(found, by), loss[None], by, tf.identity(self.sums.count))
+                    found, losses = gradients.scaled(found, inverse), losses * inverse
+            return (*self._finished(found, by), losses, by, tf.identity(self.sums.count))
 
-        told = self._applied(*self.strategy.run(on_replica))
-        self._clear()
-        return told
+        try:
+            return self._applied(*self.strategy.run(on_replica))
+        finally:
+            self._clear()
 
     def _clear(self) -> None:
         self.strategy.run(self.sums.clear)
-        self.sums.count.assign(0)
+        self.sums.cleared()
 
     # --- what all ways share -----------------------------------------------------------------------------
 
     def _finished(self, found: list[Gradient], total: tf.Tensor) -> tuple[Any, ...]:
         """On a replica: the gradient of the whole batch, checked and clipped; the same on all of them."""
-        self._places = [k for k, g in enumerate(found) if g is not None]
-        if not self._places:
+        if all(g is None for g in found):
             raise GradientError("the loss reached none of the model's trainable variables: compute it with the model")
-        present = [found[k] for k in self._places]
         unit = tf.cast(self._optimizer.scale(), WEIGHT)
-        norm = gradients.norm(present) / unit
+        norm = gradients.norm(found) / unit
         has_weight = tf.reduce_any(total > 0) | (self.reduction == "sum")
-        present = gradients.clipped(present, norm, self.clip_norm, self.clip_value, unit)
-        return present, norm, tf.math.is_finite(norm), has_weight
+        found = gradients.clipped(found, norm, self.clip_norm, self.clip_value, unit)
+        return found, norm, tf.math.is_finite(norm), has_weight
 
     def _applied(
-        self, present: Any, norm: Any, is_finite: Any, has_weight: Any, losses: Any, total: Any, num: Any
+        self, found: Any, norm: Any, is_finite: Any, has_weight: Any, losses: Any, total: Any, num: Any
     ) -> tuple[Any, ...]:
         """Across replicas: the step, if the gradient is finite and counts anything."""
         norm, is_finite, has_weight, losses, total, num = (
@@ -315,13 +349,13 @@ class Accumulator(tf.Module):
             for value in (norm, is_finite, has_weight, losses, total, num)
         )
 
-        def on_replica(present: Any) -> None:
+        def on_replica(found: Any) -> None:
             variables = self.model.trainable_variables if self._optimizer.kind == "keras" else self._variables()
-            self._optimizer.apply(present, [variables[k] for k in self._places])
+            self._optimizer.apply(found, variables)
 
         def apply() -> None:
             with self._optimizer.reduced_already():
-                self.strategy.run(on_replica, args=(present,))
+                self.strategy.run(on_replica, args=(found,))
 
         def skip() -> None:
             if not self._optimizer.is_scaling:
@@ -349,8 +383,12 @@ class Accumulator(tf.Module):
 
     def _build(self, layout: nest.Layout, tensors: Sequence[Any]) -> None:
         """Makes the variables of a model that makes them when it is first called."""
+
+        def on_replica(*own: Any) -> None:
+            self.loss(self.model, layout.pack([nest.part(tensor, 0, 1) for tensor in own]))  # type: ignore[misc]
+
         if not self.model.trainable_variables:
-            self.strategy.run(lambda *own: self.loss(self.model, layout.pack(own)), args=tensors)  # type: ignore[misc]
+            self.strategy.run(on_replica, args=tensors)
         self._prepare()
 
     def _prepare(self) -> None:

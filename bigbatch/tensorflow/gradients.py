@@ -61,6 +61,11 @@ def scaled(gradients: Sequence[Gradient], factor: tf.Tensor) -> list[Gradient]:
     return mapped(lambda g: g * tf.cast(factor, g.dtype), gradients)
 
 
+def weighted(gradients: Sequence[Gradient], weight: tf.Tensor) -> list[Gradient]:
+    """What counts nothing is left out, even if it is not a number (0/0)."""
+    return mapped(lambda g: tf.math.multiply_no_nan(g, tf.cast(weight, g.dtype)), gradients)
+
+
 def norm(gradients: Sequence[Gradient]) -> tf.Tensor:
     """The norm over all of them, in float64 so that squares do not overflow."""
     squares = [tf.reduce_sum(tf.math.square(tf.cast(tf.abs(g), tf.float64))) for g in values(gradients)]
@@ -70,16 +75,20 @@ def norm(gradients: Sequence[Gradient]) -> tf.Tensor:
 def clipped(
     gradients: Sequence[Gradient], total_norm: tf.Tensor, clip_norm: float | None, clip_value: float | None, unit: Any
 ) -> list[Gradient]:
-    """By the norm over all as tf.clip_by_global_norm does it, then by value; `unit` is the scale of the loss."""
+    """By the norm over all as tf.clip_by_global_norm does it, then by value.
+
+    `unit` is the scale of the loss, which the gradients have and their norm has not.
+    """
     result = list(gradients)
     if clip_norm is not None:
-        limit = tf.cast(clip_norm, tf.float64)
-        result = scaled(result, limit / tf.maximum(total_norm / tf.cast(unit, tf.float64), limit))
+        limit = tf.constant(clip_norm, tf.float64)  # tf.cast takes a plain number through float32
+        result = scaled(result, limit / tf.maximum(total_norm, limit))
     if clip_value is not None:
 
         def clip(g: tf.Tensor) -> tf.Tensor:
-            limit = tf.cast(clip_value, g.dtype) * tf.cast(unit, g.dtype)
-            return tf.clip_by_value(g, -limit, limit)
+            limit = tf.constant(clip_value, g.dtype) * tf.cast(unit, g.dtype)
+            # what is not finite stays so: an optimizer that scales the loss must see it
+            return tf.where(tf.math.is_finite(g), tf.clip_by_value(g, -limit, limit), g)
 
         result = mapped(clip, result)
     return result

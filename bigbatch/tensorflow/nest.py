@@ -74,10 +74,19 @@ def size(leaf: Leaf) -> Any:
     return tf.shape(leaf)[0]
 
 
+def size_at_hand(leaf: Leaf) -> int:
+    """The same for a tensor that is at hand, without asking the device."""
+    static = None if isinstance(leaf, tf.SparseTensor) else leaf.shape[0]
+    return int(size(leaf)) if static is None else int(static)
+
+
 def batch_size(layout: Layout) -> int:
     """The size that all tensors share, of a batch that is at hand."""
+    sizes = {size_at_hand(leaf) for leaf in layout.tensors if leaf.shape.rank}
+    if len(sizes) == 1:
+        return sizes.pop()
     named = [
-        (name, int(size(leaf))) for name, leaf in zip(layout.names(), layout.tensors, strict=True) if leaf.shape.rank
+        (name, size_at_hand(leaf)) for name, leaf in zip(layout.names(), layout.tensors, strict=True) if leaf.shape.rank
     ]
     if not named:
         raise BatchError(

@@ -21,10 +21,11 @@ class Optimizer:
                 f"{type(optimizer).__name__} reduces gradients by itself, so it cannot step on the reduced gradient of "
                 f"{strategy.num_replicas_in_sync} replicas: use an optimizer of Keras"
             )
-        if getattr(optimizer, "gradient_accumulation_steps", None):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if num := getattr(inner, "gradient_accumulation_steps", None):
             raise OptionError(
-                f"the optimizer has gradient_accumulation_steps={optimizer.gradient_accumulation_steps}, which would "
-                "accumulate what is accumulated already: leave it out"
+                f"the optimizer has gradient_accumulation_steps={num}, which would accumulate what is accumulated "
+                "already: leave it out"
             )
 
     @property
@@ -34,36 +35,37 @@ class Optimizer:
 
     @property
     def is_scaling(self) -> bool:
-        """Whether it scales the loss, and skips a step that is not finite by itself."""
-        return hasattr(self.optimizer, "dynamic_scale") or hasattr(self.optimizer, "get_scaled_loss")
+        """Whether it adapts a scale of the loss, and skips a step that is not finite by itself."""
+        return hasattr(self.optimizer, "dynamic_scale") or getattr(self.optimizer, "dynamic", False)
 
     def build(self, variables: Sequence[Any]) -> None:
         if self.kind == "keras" and not self.optimizer.built:
             self.optimizer.build(variables)
             self.optimizer.built = True
         elif self.kind == "tf_keras":
-            self.optimizer.build(variables)
+            is_new = hasattr(self.optimizer, "build")
+            (self.optimizer.build if is_new else self.optimizer._create_all_weights)(variables)
 
     def scale(self) -> Any:
         """What the loss is multiplied by."""
-        if self.kind == "keras" and self.is_scaling:
-            return tf.convert_to_tensor(self.optimizer.dynamic_scale)
-        if self.is_scaling:
-            return tf.convert_to_tensor(self.optimizer.loss_scale)
+        for name in ("dynamic_scale", "loss_scale"):
+            if hasattr(self.optimizer, name):
+                return tf.convert_to_tensor(getattr(self.optimizer, name))
         factor = getattr(self.optimizer, "loss_scale_factor", None)
-        return tf.constant(1.0 if factor is None else factor)
+        return tf.constant(1.0 if factor is None else factor, tf.float64)
 
     def apply(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> None:
         """Steps, in a replica context or where there is none."""
-        pairs = [
-            (g if g.dtype == tf.as_dtype(v.dtype) else tf.cast(g, v.dtype), v)
-            for g, v in zip(gradients, variables, strict=True)
-            if g is not None
-        ]
-        if self.kind == "tf_keras" and not self.is_scaling:
-            self.optimizer.apply_gradients(pairs, **_without_aggregation(self.optimizer))
-        else:
+        pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+        if self.kind != "keras":  # Keras 3 clips and unscales in float32 and rounds by itself
+            pairs = [(g if g.dtype == v.dtype else tf.cast(g, v.dtype), v) for g, v in pairs]
+        if self.kind != "tf_keras":
             self.optimizer.apply_gradients(pairs)
+            return
+        if hasattr(self.optimizer, "get_unscaled_gradients"):  # it leaves that to its caller, unlike Keras 3
+            found, variables = zip(*pairs, strict=True)
+            pairs = list(zip(self.optimizer.get_unscaled_gradients(found), variables, strict=True))
+        self.optimizer.apply_gradients(pairs, **_without_aggregation(self.optimizer))
 
     @contextmanager
     def reduced_already(self) -> Iterator[None]:

@@ -69,7 +69,9 @@ class Trial:
         return self._gradient_of(self.micro_batches[number])
 
     def by_loop(self, loop: Loop) -> tuple[Gradient, Gradient]:
-        raise OptionError("verify(step=…) is for PyTorch, where gradients stay on the model: compare two trainings here")
+        raise OptionError(
+            "verify(step=…) is for PyTorch, where gradients stay on the model: compare two trainings here"
+        )
 
     def right_scales(self) -> Array:
         weights = np.array([self._weight_of(k) for k in range(len(self.parts))], np.float64)

@@ -5,13 +5,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ..core.weight import Reduction, as_terms
+from ..core.weight import Reduction, as_terms, check_weight
 from . import gradients, nest, replicas
-from .checks import check_loss
+from .checks import WEIGHT, check_loss, checked
 from .gradients import Gradient
 from .optimizer import Optimizer
-
-WEIGHT = tf.float64  # counts are exact in it
 
 
 class Total(NamedTuple):
@@ -60,7 +58,8 @@ class WindowGraph:
             start = k * micro_batch_size
             return [nest.part(t, start, tf.minimum(start + micro_batch_size, batch_size)) for t in tensors]
 
-        weights = self._weights(micro_batch, num)
+        sizes = tf.minimum(micro_batch_size, batch_size - tf.range(num) * micro_batch_size)
+        weights = self._weights(micro_batch, num, sizes)
         totals = tf.reduce_sum(weights, 0)
         num_terms = weights.shape[1]
         # Terms that have totals of their own are mixed in the sums, so the totals must be known before. A single one
@@ -88,10 +87,15 @@ class WindowGraph:
         if self.weight is None:
             return tf.cast(next(nest.size(t) for t in tensors if t.shape.rank != 0), WEIGHT)[None]
         found = as_terms(self.weight(self.layout.pack(tensors)))
-        return tf.stack([tf.reduce_sum(tf.cast(w, WEIGHT)) for w in found])
+        check_weight(tuple(w for w in found if not tf.is_tensor(w)), of="a micro-batch")
+        # tf.cast takes a plain number through float32
+        wide = [tf.cast(w, WEIGHT) if tf.is_tensor(w) else tf.constant(w, WEIGHT) for w in found]
+        return checked(tf.stack([*map(tf.reduce_sum, wide)]))
 
-    def _weights(self, micro_batch: Callable[[tf.Tensor], list[Any]], num: Any) -> tf.Tensor:
+    def _weights(self, micro_batch: Callable[[tf.Tensor], list[Any]], num: Any, sizes: tf.Tensor) -> tf.Tensor:
         """A row for each micro-batch, with a column for each term."""
+        if self.weight is None:
+            return tf.cast(sizes, WEIGHT)[:, None]
         num_terms = self._num_terms()
         rows = tf.TensorArray(WEIGHT, size=num, element_shape=[num_terms])
         _, rows = tf.while_loop(
@@ -136,21 +140,31 @@ class WindowGraph:
             terms = as_terms(self.loss(self.layout.pack(tensors)))
             check_loss(terms, scale.shape[0])
             unit = self.optimizer.scale()
-            target = tf.add_n([t * tf.cast(s, t.dtype) * tf.cast(unit, t.dtype) for t, s in zip(terms, tf.unstack(scale))])
-        found = tape.gradient(target, self.variables())
+            # a scale is rounded in float16 and bfloat16, so there the wide gradient is scaled in place of the loss
+            is_late = len(terms) == 1 and terms[0].dtype != gradients.wide_dtype(terms[0].dtype)
+            pairs = zip(terms, tf.unstack(tf.ones_like(scale) if is_late else scale), strict=True)
+            target = tf.add_n([t * tf.cast(s, t.dtype) * tf.cast(unit, t.dtype) for t, s in pairs])
+        found = [gradients.widened(g) for g in tape.gradient(target, self.variables())]
         losses = tf.math.multiply_no_nan(tf.stack([tf.cast(term, WEIGHT) for term in terms]), scale)
-        return losses, [gradients.widened(g) for g in found]
+        return losses, gradients.scaled(found, scale[0]) if is_late else found
 
 
 def reduced(sums: Sequence[Gradient], others: list[tf.Tensor]) -> tuple[list[Gradient], list[tf.Tensor]]:
-    """Gradients and other tensors added up over all replicas, in one go."""
+    """Gradients and other tensors added up over all replicas, in one go for each dtype of gradients.
+
+    What is packed together must be of one dtype, so the others travel in the widest that gradients have.
+    """
     present = [k for k, g in enumerate(sums) if g is not None]
+    dtypes = sorted({sums[k].dtype for k in present}, key=lambda dtype: dtype.size)
     context = tf.distribute.get_replica_context()
-    added = context.all_reduce(tf.distribute.ReduceOp.SUM, [*(gradients.dense(sums[k]) for k in present), *others])
     found: list[Gradient] = [None] * len(sums)
-    for k, g in zip(present, added, strict=False):
-        found[k] = g
-    return found, added[len(present) :]
+    for dtype in dtypes:
+        places = [k for k in present if sums[k].dtype == dtype]
+        along = [tf.cast(other, dtype) for other in others] if dtype is dtypes[-1] else []
+        added = context.all_reduce(tf.distribute.ReduceOp.SUM, [*(gradients.dense(sums[k]) for k in places), *along])
+        for k, g in zip(places, added, strict=False):
+            found[k] = g
+    return found, [tf.cast(value, WEIGHT) for value in added[len(places) :]]
 
 
 def sum_like(gradient: Gradient, variable: Any, num: Any) -> "DenseSum | SparseSum":
