@@ -33,8 +33,9 @@ bench: .venv/bench
 	$(BIN)/python -m benchmarks.tensorflow
 
 # Writes the tables of docs/exactness.md and README.md.
-exactness: .venv/test
+exactness: .venv/bench
 	$(BIN)/python -m benchmarks.exactness
+	$(BIN)/python -m benchmarks.exactness_tensorflow
 
 .venv/pip: constraints.txt
 	$(PYTHON) -m venv .venv

@@ -118,7 +118,9 @@ class Accumulator(tf.Module):
         spread = [self._spread(micro_batch) for micro_batch in window]
         self._build(*spread[0])
         with checks.telling_bad_weights():
-            total = tf.add_n([self._compiled("weigh", self._on_weigh, *each)(*each[1]) for each in spread])
+            weights = [self._compiled("weigh", self._on_weigh, *each)(*each[1]) for each in spread]
+        own = self.strategy.run(lambda *each: tf.add_n(each), args=tuple(weights))
+        total = self.strategy.reduce(tf.distribute.ReduceOp.SUM, own, axis=None)
         spec = tf.TensorSpec(total.shape, WEIGHT)
         sums = self._sums_for(total.shape[0])
         try:
@@ -187,11 +189,7 @@ class Accumulator(tf.Module):
     def _on_weigh(self, layout: nest.Layout) -> Callable[..., Any]:
         graph = self._window_graph(layout)
 
-        def weigh(*tensors: Any) -> Any:
-            weights = self.strategy.run(lambda *own: graph.weight_of(own), args=tensors)
-            return self.strategy.reduce(tf.distribute.ReduceOp.SUM, weights, axis=None)
-
-        return weigh
+        return lambda *tensors: self.strategy.run(lambda *own: graph.weight_of(own), args=tensors)
 
     def _on_add(self, layout: nest.Layout) -> Callable[..., Any]:
         graph = self._window_graph(layout)
@@ -226,7 +224,8 @@ class Accumulator(tf.Module):
             raise OptionError("add() does not know how long a window is: pass accumulation_steps=…")
         if weight is None and self.reduction == "mean":
             raise OptionError("add() needs weight=…: over how many samples or tokens the loss is a mean")
-        checks.check_gradients(gradients, self.model.trainable_variables)
+        variables = self._variables()
+        checks.check_gradients(gradients, variables)
         self._check_eager("add()")
         context = tf.distribute.get_replica_context()
         if context is None or context.num_replicas_in_sync != self.strategy.num_replicas_in_sync:
@@ -237,8 +236,16 @@ class Accumulator(tf.Module):
         factor = tf.ones([], WEIGHT) if self.reduction == "sum" else counted
         value = tf.cast(float("nan") if loss is None else loss, WEIGHT)
         value = value if loss is None else tf.math.multiply_no_nan(value, factor)
-        self._sums_for(1).add(self._weighted(gradients, factor), counted, value[None])
+        if not self._is_ready or self._sums is None or not self._sums.fits(variables, 1):
+            context.merge_call(lambda _: self._prepare_sums())
+        self.sums.add(self._weighted(gradients, factor), counted, value[None])
         context.merge_call(lambda _: self._count())
+
+    def _prepare_sums(self) -> None:
+        """Across replicas: makes what no replica can make by itself."""
+        with tf.init_scope():
+            self._sums_for(1)
+            self._prepare()
 
     def _check_eager(self, call: str) -> None:
         if not self._optimizer.runs_in_graph and not tf.executing_eagerly():

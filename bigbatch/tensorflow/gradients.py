@@ -67,9 +67,15 @@ def weighted(gradients: Sequence[Gradient], weight: tf.Tensor) -> list[Gradient]
 
 
 def norm(gradients: Sequence[Gradient]) -> tf.Tensor:
-    """The norm over all of them, in float64 so that squares do not overflow."""
-    squares = [tf.reduce_sum(tf.math.square(tf.cast(tf.abs(g), tf.float64))) for g in values(gradients)]
-    return tf.sqrt(tf.add_n(squares))
+    """The norm over all of them, in float64."""
+    numbers = values(gradients)
+    squares = tf.add_n([tf.cast(tf.reduce_sum(tf.math.square(tf.abs(g))), tf.float64) for g in numbers])
+
+    def wide() -> tf.Tensor:
+        """Finite numbers may have squares that are too large for float32."""
+        return tf.add_n([tf.reduce_sum(tf.math.square(tf.cast(tf.abs(g), tf.float64))) for g in numbers])
+
+    return tf.sqrt(tf.cond(tf.math.is_finite(squares), lambda: squares, wide))
 
 
 def clipped(

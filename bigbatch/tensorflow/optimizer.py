@@ -54,6 +54,11 @@ class Optimizer:
         factor = getattr(self.optimizer, "loss_scale_factor", None)
         return tf.constant(1.0 if factor is None else factor, tf.float64)
 
+    def scaled(self, value: tf.Tensor) -> tf.Tensor:
+        """A value times the scale of the loss, in the value's dtype."""
+        has_scale = self.is_scaling or getattr(self.optimizer, "loss_scale_factor", None) is not None
+        return value * tf.cast(self.scale(), value.dtype) if has_scale else value
+
     def apply(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> None:
         """Steps, in a replica context or where there is none."""
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]

@@ -135,16 +135,19 @@ class WindowGraph:
         return [kinds[p].finished(state[p]) if p in kinds else None for p in range(len(variables))], losses
 
     def _micro(self, tensors: Sequence[Any], scale: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
-        """The scaled losses of one micro-batch, and the gradient of their sum."""
+        """The scaled losses of one micro-batch, and the gradient of their sum.
+
+        The scale enters as the gradient that the tape starts from, which saves the multiplication and its gradient.
+        """
         with tf.GradientTape() as tape:
             terms = as_terms(self.loss(self.layout.pack(tensors)))
-            check_loss(terms, scale.shape[0])
-            unit = self.optimizer.scale()
-            # a scale is rounded in float16 and bfloat16, so there the wide gradient is scaled in place of the loss
-            is_late = len(terms) == 1 and terms[0].dtype != gradients.wide_dtype(terms[0].dtype)
-            pairs = zip(terms, tf.unstack(tf.ones_like(scale) if is_late else scale), strict=True)
-            target = tf.add_n([t * tf.cast(s, t.dtype) * tf.cast(unit, t.dtype) for t, s in pairs])
-        found = [gradients.widened(g) for g in tape.gradient(target, self.variables())]
+        check_loss(terms, scale.shape[0])
+        # a scale is rounded in float16 and bfloat16, so there the wide gradient is scaled in place of the loss
+        is_late = len(terms) == 1 and terms[0].dtype != gradients.wide_dtype(terms[0].dtype)
+        seeds = self.optimizer.scaled(tf.ones_like(scale) if is_late else scale)
+        seeds = [tf.cast(seed, term.dtype) for seed, term in zip(tf.unstack(seeds), terms, strict=True)]
+        found = tape.gradient(terms, self.variables(), output_gradients=seeds)
+        found = [gradients.widened(g) for g in found]
         losses = tf.math.multiply_no_nan(tf.stack([tf.cast(term, WEIGHT) for term in terms]), scale)
         return losses, gradients.scaled(found, scale[0]) if is_late else found
 
