@@ -592,6 +592,19 @@ def test_a_model_without_variables_cannot_be_added_to() -> None:
         accumulator.add([], weight=1)
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_a_model_may_get_its_variables_before_its_first_gradient(in_graph: bool) -> None:
+    model = keras.Sequential([keras.layers.Dense(3, kernel_initializer="ones")])
+    accumulator = Accumulator(model, keras.optimizers.Adam(0.1), accumulation_steps=3)
+    model(make_batch()[0])
+    feed = tf.function(lambda x, y: add(accumulator, (x, y), tf.shape(y)[0]), reduce_retracing=True)
+    for part in parts(make_batch()):
+        feed(*part) if in_graph else add(accumulator, part)
+    full = keras.Sequential([keras.layers.Dense(3, kernel_initializer="ones")])
+    full(make_batch()[0])
+    assert_same(model, full_batch_step(full, keras.optimizers.Adam(0.1)))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("way", ["batch", "window", "add"])
 def test_a_gradient_that_is_not_finite_is_kept_out_and_said(
