@@ -28,7 +28,7 @@ def check_train_step(model: Any) -> None:
     if own:
         raise OptionError(
             f"{kind.__name__} has a train_step of its own, which accumulate() would replace: put what is special "
-            "about it into compute_loss() or compute_metrics(), or accumulate in it with the Accumulator of your backend"
+            "about it into compute_loss() or compute_metrics(), or use the Accumulator of your backend in a loop"
         )
     if keras.backend.backend() == "jax" and getattr(keras.config, "is_nnx_enabled", lambda: False)():
         raise OptionError("Keras in NNX mode does not call the model's own train_step: set KERAS_NNX_ENABLED=false")

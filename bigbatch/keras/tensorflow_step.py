@@ -110,7 +110,8 @@ class TensorFlowStep(FitStep):
             return total + tf.stack(weights), [tf.repeat(tf.stack(weights)[None], num, axis=0)]
 
         num_parts = len(form.kinds)
-        total, (weights,) = self.loop(body, tf.zeros(num_parts, self.dtype), size, [tf.TensorSpec((None, num_parts), self.dtype)])
+        specs = [tf.TensorSpec((None, num_parts), self.dtype)]
+        total, (weights,) = self.loop(body, tf.zeros(num_parts, self.dtype), size, specs)
         shares = tf.math.divide_no_nan(weights, replicas.add_up(total))
         return lambda start: tf.unstack(shares[tf.minimum(start, size - 1)], num_parts)  # XLA looks beyond the end
 
@@ -157,8 +158,10 @@ class TensorFlowStep(FitStep):
     # --- instead of methods of Keras 3.15 that fail under a strategy ------------------------------------------
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        """Builds the model from its first batch; Keras takes the mean of the replicas' parts, which fails if they
-        differ in size."""
+        """Builds the model from its first batch.
+
+        Keras takes the mean of what the replicas have of it, which fails where they have more and less.
+        """
         for _, _, batches in iterator or ():
             data_batch = replicas.first_replica(self.strategy, next(batches))
             break

@@ -80,9 +80,8 @@ class TorchStep(FitStep):
                 micro_batch = cut(batch, rows)
                 parts = loss.parts(self.model, micro_batch, self.call(micro_batch[0], training=False))
                 num = rows.stop - rows.start
-                weights = [loss.weigh(*pair, num) for pair in zip(parts, form.kinds, strict=True)]
-                found.append(torch.stack(weights).to(getattr(torch, self.dtype)))
-        weights = torch.stack(found)
+                found.append(torch.stack([loss.weigh(*pair, num) for pair in zip(parts, form.kinds, strict=True)]))
+        weights = torch.stack(found).to(getattr(torch, self.dtype))
         total = weights.sum(0)
         return torch.where(total == 0, 0, weights / torch.where(total == 0, 1, total))
 

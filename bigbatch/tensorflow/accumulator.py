@@ -11,10 +11,11 @@ from ..core.step import Step
 from ..core.weight import Reduction, check_reduction, from_terms
 from ..core.window import AccumulationSteps, Window, positive, steps_at
 from . import checks, gradients, nest, replicas
+from .checks import WEIGHT
 from .gradients import Gradient
 from .optimizer import Optimizer
 from .sums import OTHER_VARIABLES, Sums
-from .window import WEIGHT, WindowGraph
+from .window import WindowGraph
 
 Loss = Callable[[Any, Any], Any]
 Weight = Callable[[Any], Any]
@@ -176,7 +177,7 @@ class Accumulator(tf.Module):
         graph = self._window_graph(layout)
 
         def on_replica(*tensors: Any) -> Any:
-            found, losses, total, num = graph.over(tensors, self.micro_batch_size)
+            found, losses, total, num = graph.over(tensors, self.micro_batch_size or 1)
             return (*self._finished(found, total), losses, total, num)
 
         def window(*tensors: Any) -> Any:

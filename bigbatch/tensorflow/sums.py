@@ -7,8 +7,9 @@ import numpy as np
 import tensorflow as tf
 
 from . import gradients, replicas
+from .checks import WEIGHT
 from .gradients import Gradient
-from .window import WEIGHT, reduced
+from .window import reduced
 
 OTHER_VARIABLES = (
     "bigbatch: other variables got a gradient in this window than the graph that ends it was made for: "

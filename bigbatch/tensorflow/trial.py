@@ -56,7 +56,7 @@ class Trial:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", BigBatchWarning)  # what there is to say will be a cause
-                options = {"weight": self.weight, "reduction": self.reduction}
+                options: dict[str, Any] = {"weight": self.weight, "reduction": self.reduction}
                 step = Accumulator(self.model, optimizer, self._loss, **options).step(Window(self.micro_batches))
         finally:
             tf.config.run_functions_eagerly(eagerly)

@@ -30,6 +30,7 @@ class Case:
     compile: Callable[[], dict[str, Any]]
     micro_batch_size: int = 16
     batch_size: int = BATCH_SIZE
+    momentum: float = 0.9
     adds_losses: bool = False
     """Whether layers or regularizers add to the loss."""
 
@@ -42,13 +43,13 @@ class Case:
         model = self.build()
         if micro_batch_size:
             assert accumulate(model, micro_batch_size) is model
-        model.compile(**{"optimizer": sgd(), **self.compile(), **options})
+        model.compile(**{"optimizer": sgd(self.momentum), **self.compile(), **options})
         history = model.fit(**self.data(), batch_size=self.batch_size, epochs=3, shuffle=False, verbose=0)
         return model, history.history
 
 
-def sgd(**options: Any) -> Any:
-    return keras.optimizers.SGD(0.05, momentum=0.9, **options)
+def sgd(momentum: float = 0.9, **options: Any) -> Any:
+    return keras.optimizers.SGD(0.05, momentum, **options)
 
 
 def gap(ours: tuple[Any, dict], plain: tuple[Any, dict]) -> float:
@@ -63,6 +64,21 @@ def gap(ours: tuple[Any, dict], plain: tuple[Any, dict]) -> float:
         gaps.append(float((np.abs(a - b) / np.maximum(np.abs(b), 1e-3)).max()))
     assert not np.isnan(gaps).any()
     return max(gaps)
+
+
+def compiled(micro_batch_size: int | None = 16, build: Any = None, **options: Any) -> Any:
+    """A model of digits, accumulated and compiled."""
+    keras.utils.set_random_seed(7)
+    model = (build or mlp)()
+    if micro_batch_size:
+        accumulate(model, micro_batch_size)
+    model.compile(**{"optimizer": sgd(), **entropy()(), **options})
+    return model
+
+
+def fitted(model: Any, *args: Any, **options: Any) -> tuple[Any, dict[str, list[float]]]:
+    """The model after fit, and its history."""
+    return model, model.fit(*args, **{"epochs": 2, "verbose": 0, "shuffle": False, **options}).history
 
 
 # --- models ----------------------------------------------------------------------------------------------
@@ -203,11 +219,12 @@ def lengths() -> np.ndarray:
     return found
 
 
-def rows(with_weight: bool = False) -> dict[str, Any]:
-    found = lengths()
-    y = np.random.default_rng(3).integers(0, 5, (NUM_SAMPLES, 9))
-    weight = {"sample_weight": floats(np.random.default_rng(4).uniform(0, 2, y.shape))} if with_weight else {}
-    return {"x": rows_of(found), "y": y, **weight}
+def rows() -> dict[str, Any]:
+    return {"x": rows_of(lengths()), "y": np.random.default_rng(3).integers(0, 5, (NUM_SAMPLES, 9))}
+
+
+def weighted_rows() -> dict[str, Any]:
+    return {**rows(), "sample_weight": floats(np.random.default_rng(4).uniform(0, 2, (NUM_SAMPLES, 9)))}
 
 
 def text() -> dict[str, Any]:
@@ -263,7 +280,12 @@ def per_sample(y_true: Any, y_pred: Any) -> Any:
     return ops.mean(ops.square(ops.one_hot(ops.cast(y_true, "int32"), 10) - y_pred), axis=-1)
 
 
-TINY = {"micro_batch_size": 3, "batch_size": 8}  # 13 texts: 8 = 3 + 3 + 2, then 5 = 3 + 2
+# An embedding has sparse gradients, which Keras's momentum treats in another way than dense ones: plain SGD.
+TINY: dict[str, Any] = {
+    "micro_batch_size": 3,
+    "batch_size": 8,
+    "momentum": 0.0,
+}  # 13 texts: 8 = 3 + 3 + 2, then 5 = 3 + 2
 WEIGHTED = images(sample_weight=sample_weight)
 
 CASES = [
@@ -283,11 +305,10 @@ CASES = [
     Case("a function as loss", mlp, images(), lambda: {"loss": per_sample}),
     Case("masked rows in an RNN", masking, rows, entropy()),
     Case("masked rows, no metrics", masked_rows, rows, entropy(None)),
-    Case("masked rows, weighted", masked_rows, lambda: rows(True), entropy(weighted=("accuracy",))),
-    Case("masked rows, divided by weight", masked_rows, lambda: rows(True), entropy(reduction="mean_with_sample_weight")),
-    Case("masked text", embedding, masked_text, lambda: {**entropy()(), "optimizer": keras.optimizers.SGD(1.0)}, **TINY),
-    Case("text with ignored tokens", language, text, lambda: {**entropy(ignore_class=IGNORED)(),
-         "optimizer": keras.optimizers.SGD(1.0)}, **TINY),
+    Case("masked rows, weighted", masked_rows, weighted_rows, entropy(weighted=("accuracy",))),
+    Case("masked rows, divided by weight", masked_rows, weighted_rows, entropy(reduction="mean_with_sample_weight")),
+    Case("masked text", embedding, masked_text, entropy(), **TINY),
+    Case("text with ignored tokens", language, text, entropy(ignore_class=IGNORED), **TINY),
     Case("two outputs, one masked", two_outputs, both, two_losses),
     Case("outputs in a list", listed, pair, two_listed),
-]  # fmt: skip
+]

@@ -9,7 +9,7 @@ import keras
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = ["tests/keras/test_exactness.py", "tests/keras/test_fit.py"]
+FILES = ["tests/keras/test_exactness.py", "tests/keras/test_fit.py", "tests/keras/test_accumulate.py"]
 OTHERS = sorted({"tensorflow", "jax", "torch"} - {keras.backend.backend()})
 
 

@@ -1,7 +1,4 @@
-"""One of two workers of a MultiWorkerMirroredStrategy; started by test_replicas.py.
-
-    python -m tests.keras.worker INDEX PORT PORT FOLDER
-"""
+"""One of two workers of a MultiWorkerMirroredStrategy: `python -m tests.keras.worker INDEX PORT PORT FOLDER`."""
 
 import json
 import os

@@ -18,8 +18,6 @@ from tests.problems import samples, tokens
 from .training import Language, flat, make_loss, make_weight
 
 Batch = dict[str, np.ndarray]
-SPLITS = [(16, 16), (14, 8), (9, 8), (13, 8), (11, 0), (0, 5)]
-splits = pytest.mark.parametrize("split", SPLITS, ids=lambda split: "/".join(map(str, split)))
 
 
 @cache
@@ -132,17 +130,19 @@ def adder(accumulator: Accumulator, in_graph: bool, loss: Callable[..., Any] = l
 # --- every way of feeding --------------------------------------------------------------------------------------
 
 
-@splits
 @pytest.mark.usefixtures("float64")
-def test_a_batch_that_the_replicas_have(split: tuple[int, int]) -> None:
-    batch = make_batch(sum(split))
-    full = full_batch(make_model(), make_optimizer(), [batch, batch])
-    accumulator = make()
-    steps = [accumulator.step(on_replicas(batch, split)) for _ in range(2)]
-    assert_same(accumulator.model, full, make_model())
-    assert steps[0].loss == pytest.approx(float(loss(make_model(), batch)), rel=1e-12)
-    assert steps[0].weight == sum(split)
-    assert steps[0].num_micro_batches == sum(-(-size // 4) for size in split)
+def test_a_batch_that_the_replicas_have() -> None:
+    accumulator, full, optimizer = make(), make_model(), make_optimizer()
+    for split in ((16, 16), (14, 8), (9, 8), (13, 8), (11, 0), (0, 5)):
+        batch = make_batch(sum(split))
+        value = float(loss(full, batch))
+        full_batch(full, optimizer, [batch])
+        step = accumulator.step(on_replicas(batch, split))
+        assert_same(accumulator.model, full, make_model())
+        assert step.loss == pytest.approx(value, rel=1e-12)
+        assert step.weight == sum(split)
+        assert step.num_micro_batches == sum(-(-size // 4) for size in split)
+    assert accumulator.num_traces == 1
 
 
 @pytest.mark.usefixtures("float64")
@@ -154,39 +154,37 @@ def test_a_plain_batch_of_any_size() -> None:
     assert accumulator.num_traces == 1
 
 
-@pytest.mark.parametrize("split", [(14, 8), (11, 0)], ids=["14/8", "11/0"])
 @pytest.mark.usefixtures("float64")
-def test_windows(split: tuple[int, int]) -> None:
-    batch, other = make_batch(sum(split)), make_batch(23)
-    full = full_batch(make_model(), make_optimizer(), [batch, other])
-    accumulator = make(None)
-    step = accumulator.step(Window(micro_batches(batch, split)))
-    assert step.loss == pytest.approx(float(loss(make_model(), batch)), rel=1e-12)
-    assert step.weight == sum(split)
-    accumulator.step(Window([rows(other, 0, 9), rows(other, 9, 10), rows(other, 10, 23)]))  # spread by us
-    assert_same(accumulator.model, full, make_model())
+def test_windows() -> None:
+    accumulator, full, optimizer = make(None), make_model(), make_optimizer()
+    for split in ((16, 16), (14, 8), (11, 0)):
+        batch = make_batch(sum(split))
+        value = float(loss(full, batch))
+        full_batch(full, optimizer, [batch])
+        step = accumulator.step(Window(micro_batches(batch, split)))
+        assert_same(accumulator.model, full, make_model())
+        assert step.loss == pytest.approx(value, rel=1e-12)
+        assert step.weight == sum(split)
+    batch = make_batch(23)
+    accumulator.step(Window([rows(batch, 0, 9), rows(batch, 9, 10), rows(batch, 10, 23)]))  # spread by us
+    assert_same(accumulator.model, full_batch(full, optimizer, [batch]), make_model())
 
 
-@pytest.mark.parametrize("split", [(14, 8), (11, 0)], ids=["14/8", "11/0"])
 @pytest.mark.parametrize("in_graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.usefixtures("float64")
-def test_gradients_of_the_users_in_strategy_run(split: tuple[int, int], in_graph: bool) -> None:
-    """A window of 4 and a short one; on an empty replica the mean over nothing is 0/0."""
-    batch, last = make_batch(sum(split)), make_batch(7)
-    windows = [micro_batches(batch, split), micro_batches(last, (6, 1))]
-    full = full_batch(make_model(), make_optimizer(), [batch, last] * 2)
-    accumulator = make(None, accumulation_steps=len(windows[0]))
+def test_gradients_of_the_users_in_strategy_run(in_graph: bool) -> None:
+    """Windows of 4 micro-batches and short ones; on an empty replica the mean over nothing is 0/0."""
+    accumulator, full, optimizer = make(None, accumulation_steps=4), make_model(), make_optimizer()
     add = adder(accumulator, in_graph)
-    for _ in range(2):
-        for micro_batch in windows[0]:
+    for split in ((14, 8), (6, 1), (13, 0), (0, 5), (16, 16)):
+        batch = make_batch(sum(split))
+        micros = micro_batches(batch, split)
+        for micro_batch in micros:
             add(micro_batch)
+        assert (accumulator.flush() is None) == (len(micros) == 4)
         assert accumulator.last_step.weight == sum(split)
-        for micro_batch in windows[1]:
-            add(micro_batch)
-        assert accumulator.flush().weight == 7
-        assert accumulator.flush() is None
-    assert accumulator.num_steps.numpy() == 4
-    assert_same(accumulator.model, full, make_model())
+        assert_same(accumulator.model, full_batch(full, optimizer, [batch]), make_model())
+    assert accumulator.num_steps.numpy() == 5
 
 
 @pytest.mark.usefixtures("float64")

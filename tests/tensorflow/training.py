@@ -122,6 +122,14 @@ class Run:
         self.losses: list[float] = []
         self.steps: list[Step] = []
 
+    def again(self, problem: Problem, epochs: int) -> "Run":
+        """From the start, on another problem of the same kind, with the graphs that are there already."""
+        self.problem, self.epochs = problem, epochs
+        for v, value in self._start:
+            v.assign(value)
+        self.losses, self.steps = [], []
+        return self
+
     def full(self) -> "Run":
         """The plain full batch, with nothing of ours."""
         for batch in make_batches(self.problem) * self.epochs:
@@ -169,6 +177,7 @@ class Run:
         if not hasattr(self, "_made"):
             weight = make_weight(self.problem)
             self._made = Accumulator(self.model, self.optimizer, self.loss, weight=weight, **self.options, **how)
+            self._start = [(v, v.numpy()) for v in (*self.model.variables, *self.optimizer.variables)]
         return self._made
 
     def _gradients(self, batch: Batch, dense: bool = True) -> tuple[Any, list[Any]]:
