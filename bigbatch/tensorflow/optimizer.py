@@ -48,15 +48,17 @@ class Optimizer:
 
     def scale(self) -> Any:
         """What the loss is multiplied by."""
-        for name in ("dynamic_scale", "loss_scale"):
-            if hasattr(self.optimizer, name):
-                return tf.convert_to_tensor(getattr(self.optimizer, name))
+        if hasattr(self.optimizer, "dynamic_scale"):
+            return tf.convert_to_tensor(self.optimizer.dynamic_scale)
+        if hasattr(self.optimizer, "get_scaled_loss"):  # of tf_keras, which warns if nobody calls it
+            return self.optimizer.get_scaled_loss(tf.constant(1.0))
         factor = getattr(self.optimizer, "loss_scale_factor", None)
         return tf.constant(1.0 if factor is None else factor, tf.float64)
 
     def scaled(self, value: tf.Tensor) -> tf.Tensor:
         """A value times the scale of the loss, in the value's dtype."""
-        has_scale = self.is_scaling or getattr(self.optimizer, "loss_scale_factor", None) is not None
+        has_scale = any(hasattr(self.optimizer, name) for name in ("dynamic_scale", "get_scaled_loss"))
+        has_scale = has_scale or getattr(self.optimizer, "loss_scale_factor", None) is not None
         return value * tf.cast(self.scale(), value.dtype) if has_scale else value
 
     def apply(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> None:

@@ -1,7 +1,6 @@
 """Replicas: each accumulates by itself, one reduction a window, and the batch is the union of all of theirs."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import keras
@@ -13,16 +12,12 @@ import tf_keras
 from bigbatch import OrderError, Step, Window
 from bigbatch.core.window import cuts
 from bigbatch.tensorflow import Accumulator
+from bigbatch.tensorflow.replicas import any_size
 from tests.problems import samples, tokens
 
-from .training import Language, flat, make_loss, make_weight
+from .training import Language, flat, make_loss, make_weight, mirrored
 
 Batch = dict[str, np.ndarray]
-
-
-@cache
-def mirrored() -> tf.distribute.Strategy:
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
 def make_batch(size: int) -> Batch:
@@ -124,7 +119,20 @@ def adder(accumulator: Accumulator, in_graph: bool, loss: Callable[..., Any] = l
     def add(batch: Any) -> None:
         accumulator.strategy.run(on_replica, args=(batch,))
 
-    return tf.function(add, reduce_retracing=True) if in_graph else add
+    return OneGraph(add) if in_graph else add
+
+
+class OneGraph:
+    """A tf.function that takes batches of any size."""
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        self.function, self.made = function, None
+
+    def __call__(self, batch: Any) -> None:
+        if self.made is None:
+            signature = [{name: any_size(value) for name, value in batch.items()}]
+            self.made = tf.function(self.function, input_signature=signature)
+        self.made(batch)
 
 
 # --- every way of feeding --------------------------------------------------------------------------------------

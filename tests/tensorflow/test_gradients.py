@@ -42,7 +42,8 @@ def train(model: Any, optimizer: Any, loss: Any, batch: Batch, way: str, **optio
         value, found = taken(model, loss, part)
         accumulator.add(found, weight=tf.shape(part[0])[0], loss=value)
 
-    in_graph = tf.function(add, reduce_retracing=True)
+    signature = [tuple(tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) for leaf in batch)]
+    in_graph = tf.function(add, input_signature=signature)
     for _ in range(3):
         if way == "full":
             found = [None if g is None else tf.convert_to_tensor(g) for g in taken(model, loss, batch)[1]]

@@ -13,6 +13,8 @@ from bigbatch import OptionError, Window
 from bigbatch.tensorflow import Accumulator
 from bigbatch.tensorflow.replicas import as_tf_variable
 
+from .training import mirrored
+
 v1 = tf.compat.v1.train
 KERAS_3: dict[str, Callable[[], Any]] = {
     "SGD": lambda: keras.optimizers.SGD(0.1),
@@ -71,7 +73,8 @@ def assert_equals_the_full_batch(library: Any, make_optimizer: Callable[[], Any]
     ours = make_model(library)
     start = [v.numpy() for v in ours.trainable_variables]
     accumulator = Accumulator(ours, make_optimizer(), loss, 4, accumulation_steps=3)
-    adding = tf.function(lambda part: add(accumulator, part), reduce_retracing=True)
+    signature = [(tf.TensorSpec([None, 5]), tf.TensorSpec([None], tf.int64))]
+    adding = tf.function(lambda part: add(accumulator, part), input_signature=signature)
     ways: list[Callable[[], Any]] = [
         lambda: accumulator.step(make_batch()),
         lambda: accumulator.step(Window(parts(make_batch()))),
@@ -178,8 +181,7 @@ def test_tensorflow_1_in_a_graph_is_refused() -> None:
 
 
 def test_tensorflow_1_on_several_replicas_is_refused() -> None:
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
+    with mirrored().scope():
         model = make_model(keras)
     with pytest.raises(OptionError, match=r"AdamOptimizer reduces gradients by itself.*2 replicas"):
         Accumulator(model, v1.AdamOptimizer(0.01), loss, 4)

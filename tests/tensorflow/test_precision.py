@@ -55,7 +55,8 @@ class Feeder:
         self.accumulator = Accumulator(
             self.model, self.optimizer, loss, 4 if way == "batch" else None, accumulation_steps=100, **options
         )
-        self.add = tf.function(self._add, reduce_retracing=True) if way == "add in a graph" else self._add
+        signature = [tf.TensorSpec([None, 16]), tf.TensorSpec([None], tf.int64)]
+        self.add = tf.function(self._add, input_signature=signature) if way == "add in a graph" else self._add
 
     def _add(self, x: Any, y: Any) -> None:
         with tf.GradientTape() as tape:

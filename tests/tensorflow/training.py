@@ -1,6 +1,7 @@
 """Trains the shared problems in TensorFlow: with the plain full batch, and in every way bigbatch can be fed."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import keras
@@ -26,6 +27,12 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
 
     def get_config(self) -> dict[str, Any]:
         return {"rate": self.rate}
+
+
+@cache
+def mirrored() -> tf.distribute.Strategy:
+    """One for the whole process: the collectives of several get in each other's way (TensorFlow 2.21)."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
 def sgd() -> Any:
