@@ -1,7 +1,9 @@
 # Everything works from a fresh clone: the first call makes .venv and installs, later calls do not.
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[torch,cli]'
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable
+ALL := '.[torch,tensorflow,keras,cli]'
+export TF_CPP_MIN_LOG_LEVEL := 3
 
 .PHONY: demo test check format bench exactness clean
 
@@ -12,6 +14,7 @@ demo: .venv/demo
 test: .venv/test
 	$(BIN)/python -m pytest tests/core
 	$(BIN)/python -m pytest tests/torch
+	$(BIN)/python -m pytest tests/tensorflow
 	$(BIN)/python -m pytest tests/docs
 
 check: .venv/check
@@ -26,10 +29,12 @@ format: .venv/check
 bench: .venv/bench
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.tensorflow
 
 # Writes the tables of docs/exactness.md and README.md.
-exactness: .venv/test
+exactness: .venv/bench
 	$(BIN)/python -m benchmarks.exactness
+	$(BIN)/python -m benchmarks.exactness_tensorflow
 
 .venv/pip: constraints.txt
 	$(PYTHON) -m venv .venv
@@ -37,19 +42,19 @@ exactness: .venv/test
 	touch $@
 
 .venv/demo: .venv/pip pyproject.toml
-	$(INSTALL) --group demo
+	$(INSTALL) '.[torch,cli]' --group demo
 	touch $@
 
 .venv/test: .venv/pip pyproject.toml
-	$(INSTALL) --group test
+	$(INSTALL) $(ALL) --group test
 	touch $@ .venv/demo
 
 .venv/check: .venv/test
-	$(INSTALL) --group check --group test
+	$(INSTALL) $(ALL) --group check --group test
 	touch $@
 
 .venv/bench: .venv/test
-	$(INSTALL) --group bench --group test
+	$(INSTALL) $(ALL) --group bench --group test
 	touch $@
 
 clean:

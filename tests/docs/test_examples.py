@@ -25,3 +25,23 @@ def test_digits() -> None:
     assert float(re.search(r"weights are (\S+) apart", output)[1]) < 1e-12
     assert float(re.search(r"held-out digits: ([\d.]+)%", output)[1]) > 95
     assert "\nexact: " in output
+
+
+def run(name: str) -> str:
+    command = [sys.executable, str(FOLDER / name)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+
+
+def test_tensorflow_digits() -> None:
+    """The weights of a loop with a tape of its own are those of the full batch, in float32."""
+    output = run("tensorflow_digits.py")
+    assert float(re.search(r"weights are (\S+) apart", output)[1]) < 1e-3
+    assert float(re.search(r"held-out digits: ([\d.]+)%", output)[1]) > 95
+    assert "11 micro-batches" in output  # 1500 = 3 x 384 + 348: a short window with a short micro-batch
+
+
+def test_tensorflow_mirrored() -> None:
+    output = run("tensorflow_mirrored.py")
+    assert float(re.search(r"held-out digits: ([\d.]+)%", output)[1]) > 95
+    assert "348 samples" in output
+    assert "traces: 1" in output

@@ -1,0 +1,18 @@
+"""bigbatch for Keras, on all of its backends."""
+
+from ..core.errors import MissingExtraError
+
+try:
+    import keras as _keras
+except ImportError as error:
+    raise MissingExtraError('bigbatch.keras needs Keras: pip install "bigbatch[keras]"') from error
+
+if not hasattr(_keras, "ops"):
+    raise MissingExtraError(
+        f"bigbatch.keras needs Keras 3, but Keras {_keras.__version__} is installed: "
+        'pip install --upgrade "bigbatch[keras]"'
+    )
+
+from .accumulate import accumulate
+
+__all__ = ["accumulate"]

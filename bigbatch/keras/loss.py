@@ -1,0 +1,237 @@
+"""The loss of a compiled model: its parts, and over how much each is a mean.
+
+Keras adds up one loss for each output, times its loss weight, and whatever layers and regularizers add:
+
+    loss = sum_t factor_t * loss_t(y_true, y_pred, sample_weight) + sum of model.losses
+
+For the micro-batch k this becomes
+
+    loss_k = sum_t factor_t * (w_tk / W_t) * loss_tk + (n_k / N) * sum of model.losses
+
+with n_k of the N samples, and with the weight w_tk that Keras divides loss_tk by: the samples; what a mask leaves
+of them; the sum of the sample weights (reduction "mean_with_sample_weight"). A loss with reduction "sum" counts
+as it is. The n_k / N add up to one, so what does not depend on the batch (a regularizer) counts once.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops, tree
+from keras.src.backend import get_keras_mask, in_stateless_scope, set_keras_mask
+from keras.src.losses.loss import apply_mask, unscale_loss_for_distribution
+
+from ..core.errors import BatchError, BigBatchWarning, LossError
+
+Batch = tuple[Any, Any, Any]
+"""x, y and sample_weight."""
+
+
+class Part(NamedTuple):
+    """One of the losses that compile() was given, with what it is to be called with."""
+
+    loss: Any
+    factor: Any
+    y_true: Any
+    y_pred: Any
+    sample_weight: Any
+
+
+class Kind(NamedTuple):
+    """How a loss counts the samples."""
+
+    is_sum: bool
+    is_counted: bool
+    """Whether the weight is only known once the model has run: a mask, or sample weights that are divided by."""
+    is_shared: bool
+    """Whether Keras divides it by the number of replicas."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What an output of the model looks like, and its mask."""
+
+    dtype: Any
+    shape: Any
+    mask: "Output | None" = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is the same for all batches of one structure."""
+
+    kinds: tuple[Kind, ...]
+    has_own_loss: bool
+    """Whether the model's class has a compute_loss of its own; it is taken to be a mean over samples."""
+    needs_outputs: bool
+    """Whether something wants to see the outputs of the whole batch: metrics, mostly."""
+    outputs: Any
+    """A nest of `Output`."""
+
+    @property
+    def is_counted(self) -> bool:
+        return any(kind.is_counted for kind in self.kinds)
+
+    def leaves(self, y_pred: Any) -> list[Any]:
+        """The tensors that are kept of a micro-batch: the outputs, then the masks that there are."""
+        return flatten(y_pred, get_keras_mask) if self.needs_outputs else []
+
+    def specs(self) -> list[Output]:
+        """What each of the `leaves` looks like."""
+        return flatten(self.outputs, lambda output: output.mask) if self.needs_outputs else []
+
+    def rebuild(self, leaves: list[Any]) -> Any:
+        """The opposite of `leaves`: an output of the model, with its masks."""
+        outputs = tree.flatten(self.outputs)
+        masks = iter(leaves[len(outputs) :])
+        for tensor, output in zip(leaves, outputs, strict=False):
+            if output.mask is not None:
+                set_keras_mask(tensor, next(masks))
+        return tree.pack_sequence_as(self.outputs, leaves[: len(outputs)])
+
+
+def flatten(outputs: Any, mask_of: Callable[[Any], Any]) -> list[Any]:
+    flat = tree.flatten(outputs)
+    return flat + [mask for mask in map(mask_of, flat) if mask is not None]
+
+
+def look(model: Any, batch: Batch, y_pred: Any) -> Form:
+    """The form of a batch, from one output of the model; only shapes are looked at, never a value."""
+
+    def output(tensor: Any) -> Output:
+        if not len(tensor.shape):
+            raise BatchError("an output of the model is one number for the whole batch: give it one for each sample")
+        mask = get_keras_mask(tensor)
+        return Output(tensor.dtype, tensor.shape, None if mask is None else Output(mask.dtype, mask.shape))
+
+    has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
+    kinds = () if has_own_loss else tuple(kind(part) for part in parts(model, batch, y_pred))
+    needs_outputs = (
+        has_own_loss
+        or len(kinds) > 1  # each has its own mean in the history
+        or model._compile_metrics is not None
+        or type(model).compute_metrics is not keras.Model.compute_metrics
+    )
+    return Form(kinds, has_own_loss, needs_outputs, tree.map_structure(output, y_pred))
+
+
+def parts(model: Any, batch: Batch, y_pred: Any) -> list[Part]:
+    """Which loss is called with what; Keras itself finds out, in a twin of its compiled loss that only takes notes."""
+    compiled = model._compile_loss
+    if compiled is None:
+        return []
+    found: list[Part] = []
+
+    def note(entry: Any) -> Any:
+        def loss(y_true: Any, y_pred: Any, sample_weight: Any = None) -> float:
+            found.append(Part(entry.loss, entry[2], y_true, y_pred, sample_weight))
+            return 0.0
+
+        return entry._replace(loss=loss)
+
+    twin = object.__new__(type(compiled))  # copy.copy would save and load it
+    vars(twin).update(vars(compiled))
+    twin._flat_losses = [note(entry) for entry in compiled._flat_losses]
+    twin._metrics = [None] * len(twin._flat_losses)
+    _, y, sample_weight = batch
+    twin(y, y_pred, sample_weight)
+    is_single = not tree.is_nested(y) and not tree.is_nested(y_pred)
+    return found[:1] if is_single else found  # of several losses on one output Keras 3.15 counts the first
+
+
+def kind(part: Part) -> Kind:
+    loss = part.loss
+    if not isinstance(loss, keras.Loss) or type(loss).__call__ is not keras.Loss.__call__:
+        return Kind(is_sum=False, is_counted=False, is_shared=False)
+    values, mask = evaluate(part)
+    is_sum = loss.reduction in ("sum", "none", None)
+    if is_one := not len(values.shape):
+        check_one(part, is_sum)
+    if isinstance(loss, keras.losses.Circle):
+        raise LossError(f"the loss {loss.name} compares the samples of a batch with each other, so it cannot be cut")
+    by_weight = loss.reduction == "mean_with_sample_weight" and part.sample_weight is not None
+    return Kind(is_sum, not is_sum and (mask is not None or by_weight), not is_sum and not is_one)
+
+
+def check_one(part: Part, is_sum: bool) -> None:
+    """Says what it means that a loss returns one number for all samples."""
+    says = f"the loss {part.loss.name} returns one number for all samples"
+    if isinstance(part.loss, keras.losses.Dice | keras.losses.Tversky):
+        raise LossError(f"{says}, which is no mean, so it cannot be cut: pass an axis that leaves out the batch")
+    if part.sample_weight is not None:
+        raise LossError(f"{says}, so sample_weight cannot weight them: return one number for each sample")
+    if not is_sum:
+        warnings.warn(
+            f"{says}, which is taken to be their mean: return one number for each sample, and Keras takes the mean",
+            BigBatchWarning,
+            stacklevel=2,
+        )
+
+
+def evaluate(part: Part) -> tuple[Any, Any]:
+    """What the loss says of each sample, and the mask: that of the output, and that which the loss adds."""
+
+    def convert(value: Any) -> Any:
+        return ops.convert_to_tensor(value, dtype=part.loss.dtype)
+
+    values = part.loss.call(tree.map_structure(convert, part.y_true), tree.map_structure(convert, part.y_pred))
+    masks = [mask for mask in (get_keras_mask(part.y_pred), get_keras_mask(values)) if mask is not None]
+    return values, masks[0] & masks[1] if len(masks) == 2 else next(iter(masks), None)
+
+
+def weigh(part: Part, kind: Kind, num: Any) -> Any:
+    """The weight of a micro-batch of so many samples: what Keras divides this loss by."""
+    dtype = wide(part.loss.dtype) if kind.is_counted else "float32"
+    if not kind.is_counted:
+        return ops.cast(num, dtype)
+    _, mask = evaluate(part)
+    if part.loss.reduction != "mean_with_sample_weight":
+        return ops.sum(ops.cast(mask, dtype))
+    mask = None if mask is None else ops.cast(mask, dtype)
+    weight = None if part.sample_weight is None else ops.convert_to_tensor(part.sample_weight, dtype=dtype)
+    return ops.sum(apply_mask(weight, mask, dtype=dtype, reduction=part.loss.reduction))
+
+
+def micro_loss(model: Any, form: Form, batch: Batch, y_pred: Any, losses: Any, share: Any, shares: Any) -> Any:
+    """The loss of a micro-batch, so weighted that those of a window add up to the loss of the batch.
+
+    `share` is n_k / N; `shares` are the w_tk / W_t, where they differ from it. The second result is what
+    model.losses add to the first, None if there are none.
+    """
+    added = None
+    if losses:
+        added = share * sum(ops.cast(ops.sum(loss), share.dtype) for loss in losses)
+    if form.has_own_loss:
+        # metrics that it updates are to see the whole batch, so here they update nothing
+        with losses_of(model, losses), nullcontext() if in_stateless_scope() else keras.StatelessScope():
+            x, y, sample_weight = batch
+            loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+        return share * ops.cast(loss, share.dtype), added
+    total = 0.0 if added is None else added
+    for i, (part, kind) in enumerate(zip(parts(model, batch, y_pred), form.kinds, strict=True)):
+        loss = ops.cast(ops.sum(part.loss(part.y_true, part.y_pred, part.sample_weight)), share.dtype)
+        if kind.is_shared:
+            loss = unscale_loss_for_distribution(loss)
+        if not kind.is_sum:
+            loss = loss * (shares[i] if kind.is_counted else share)
+        total = total + (loss if part.factor is None else loss * part.factor)
+    return total, added
+
+
+@contextmanager
+def losses_of(model: Any, losses: Any) -> Iterator[None]:
+    """Lets model.losses be these, as Keras's own step on JAX does."""
+    if losses:
+        model._losses_override = list(losses)
+    try:
+        yield
+    finally:
+        model._losses_override = []
+
+
+def wide(dtype: Any) -> str:
+    """The dtype to add up in: float32, or float64 where that is asked for."""
+    return "float64" if keras.backend.standardize_dtype(dtype) == "float64" else "float32"

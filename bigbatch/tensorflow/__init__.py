@@ -1,0 +1,14 @@
+"""bigbatch for TensorFlow."""
+
+from ..core.errors import MissingExtraError
+
+try:
+    import tensorflow as _tensorflow  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError('bigbatch.tensorflow needs TensorFlow: pip install "bigbatch[tensorflow]"') from error
+
+from .accumulator import Accumulator
+from .train import train_with_accumulation
+from .verify import verify
+
+__all__ = ["Accumulator", "train_with_accumulation", "verify"]

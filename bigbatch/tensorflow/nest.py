@@ -1,0 +1,114 @@
+"""A batch is any nest of tensors: what its size is and how it is cut, in a graph as well as outside of one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ..core.errors import BatchError
+
+Leaf = Any  # tf.Tensor, tf.RaggedTensor or tf.SparseTensor
+
+
+class Layout:
+    """How a batch is nested, apart from its tensors: what is no tensor goes to every micro-batch as it is."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+        self.leaves = [as_leaf(item) for item in tf.nest.flatten(batch)]
+        self.places = [k for k, leaf in enumerate(self.leaves) if is_tensor(leaf)]
+
+    @property
+    def tensors(self) -> list[Leaf]:
+        return [self.leaves[k] for k in self.places]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for batches that one compiled function can take."""
+        others = tuple(repr(leaf) for k, leaf in enumerate(self.leaves) if k not in self.places)
+        structure = tf.nest.map_structure(lambda _: 0, self.batch)
+        return repr(structure), others, tuple(self.specs())
+
+    def specs(self) -> list[tf.TypeSpec]:
+        """The kinds of the tensors, for a batch of any size."""
+        return [any_size(leaf) for leaf in self.tensors]
+
+    def pack(self, tensors: Sequence[Leaf]) -> Any:
+        """The batch with other tensors in place of its own."""
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        return tf.nest.pack_sequence_as(self.batch, leaves)
+
+    def names(self) -> list[str]:
+        paths = tf.nest.flatten_with_tuple_paths(self.batch) if hasattr(tf.nest, "flatten_with_tuple_paths") else None
+        if paths is None:
+            return [f"tensor {k}" for k in self.places]
+        return ["batch" + "".join(f"[{part!r}]" for part in paths[k][0]) for k in self.places]
+
+
+def as_leaf(item: Any) -> Any:
+    return tf.convert_to_tensor(item) if isinstance(item, np.ndarray | tf.Variable) else item
+
+
+def is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor)
+
+
+def any_size(leaf: Leaf) -> tf.TypeSpec:
+    shape = leaf.shape if leaf.shape.rank == 0 else tf.TensorShape([None, *leaf.shape[1:]])
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.SparseTensorSpec(shape, leaf.dtype)
+    return tf.TensorSpec(shape, leaf.dtype)
+
+
+def size(leaf: Leaf) -> Any:
+    """The size of the leading axis: a number where it is known, else a tensor."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows(out_type=tf.int32)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
+    return tf.shape(leaf)[0]
+
+
+def size_at_hand(leaf: Leaf) -> int:
+    """The same for a tensor that is at hand, without asking the device."""
+    static = None if isinstance(leaf, tf.SparseTensor) else leaf.shape[0]
+    return int(size(leaf)) if static is None else int(static)
+
+
+def batch_size(layout: Layout) -> int:
+    """The size that all tensors share, of a batch that is at hand."""
+    sizes = {size_at_hand(leaf) for leaf in layout.tensors if leaf.shape.rank}
+    if len(sizes) == 1:
+        return sizes.pop()
+    named = [
+        (name, size_at_hand(leaf)) for name, leaf in zip(layout.names(), layout.tensors, strict=True) if leaf.shape.rank
+    ]
+    if not named:
+        raise BatchError(
+            f"the batch has no tensor with a batch axis ({type(layout.batch).__name__}): "
+            "pass a tensor or a nest of tensors"
+        )
+    first, number = named[0]
+    for name, other in named:
+        if other != number:
+            raise BatchError(
+                f"{first} has {number} samples but {name} has {other}: all tensors of a batch share their leading "
+                "axis; what belongs to no sample goes into the loss by other ways"
+            )
+    return number
+
+
+def part(leaf: Leaf, start: Any, stop: Any) -> Leaf:
+    """Rows start to stop."""
+    if leaf.shape.rank == 0:
+        return leaf
+    if isinstance(leaf, tf.SparseTensor):
+        begin = tf.concat([[tf.cast(start, tf.int64)], tf.zeros([leaf.shape.rank - 1], tf.int64)], 0)
+        shape = tf.concat([[tf.cast(stop - start, tf.int64)], leaf.dense_shape[1:]], 0)
+        return tf.sparse.slice(leaf, begin, shape)
+    return leaf[start:stop]

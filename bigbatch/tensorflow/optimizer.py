@@ -1,0 +1,112 @@
+"""Optimizers of every kind, brought to step once on a gradient that is reduced over all replicas already."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from ..core.errors import OptionError
+from .gradients import Gradient
+
+
+class Optimizer:
+    """A Keras 3 optimizer, one of tf_keras (new or legacy), or a tf.compat.v1.train.Optimizer."""
+
+    def __init__(self, optimizer: Any, strategy: tf.distribute.Strategy) -> None:
+        self.optimizer = optimizer
+        self.kind = kind_of(optimizer)
+        if self.kind == "v1" and strategy.num_replicas_in_sync > 1:
+            raise OptionError(
+                f"{type(optimizer).__name__} reduces gradients by itself, so it cannot step on the reduced gradient of "
+                f"{strategy.num_replicas_in_sync} replicas: use an optimizer of Keras"
+            )
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if num := getattr(inner, "gradient_accumulation_steps", None):
+            raise OptionError(
+                f"the optimizer has gradient_accumulation_steps={num}, which would accumulate what is accumulated "
+                "already: leave it out"
+            )
+
+    @property
+    def runs_in_graph(self) -> bool:
+        """TF1's optimizers are for eager code: they make their slots when they first step."""
+        return self.kind != "v1"
+
+    @property
+    def is_scaling(self) -> bool:
+        """Whether it adapts a scale of the loss, and skips a step that is not finite by itself."""
+        return hasattr(self.optimizer, "dynamic_scale") or getattr(self.optimizer, "dynamic", False)
+
+    def build(self, variables: Sequence[Any]) -> None:
+        if self.kind == "keras" and not self.optimizer.built:
+            self.optimizer.build(variables)
+            self.optimizer.built = True
+        elif self.kind == "tf_keras":
+            is_new = hasattr(self.optimizer, "build")
+            (self.optimizer.build if is_new else self.optimizer._create_all_weights)(variables)
+
+    def scale(self) -> Any:
+        """What the loss is multiplied by."""
+        if hasattr(self.optimizer, "dynamic_scale"):
+            return tf.convert_to_tensor(self.optimizer.dynamic_scale)
+        if hasattr(self.optimizer, "get_scaled_loss"):  # of tf_keras, which warns if nobody calls it
+            return self.optimizer.get_scaled_loss(tf.constant(1.0))
+        factor = getattr(self.optimizer, "loss_scale_factor", None)
+        return tf.constant(1.0 if factor is None else factor, tf.float64)
+
+    def scaled(self, value: tf.Tensor) -> tf.Tensor:
+        """A value times the scale of the loss, in the value's dtype."""
+        has_scale = any(hasattr(self.optimizer, name) for name in ("dynamic_scale", "get_scaled_loss"))
+        has_scale = has_scale or getattr(self.optimizer, "loss_scale_factor", None) is not None
+        return value * tf.cast(self.scale(), value.dtype) if has_scale else value
+
+    def apply(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> None:
+        """Steps, in a replica context or where there is none."""
+        pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+        if self.kind != "keras":  # Keras 3 clips and unscales in float32 and rounds by itself
+            pairs = [(g if g.dtype == v.dtype else tf.cast(g, v.dtype), v) for g, v in pairs]
+        if self.kind != "tf_keras":
+            self.optimizer.apply_gradients(pairs)
+            return
+        if hasattr(self.optimizer, "get_unscaled_gradients"):  # it leaves that to its caller, unlike Keras 3
+            found, variables = zip(*pairs, strict=True)
+            pairs = list(zip(self.optimizer.get_unscaled_gradients(found), variables, strict=True))
+        self.optimizer.apply_gradients(pairs, **_without_aggregation(self.optimizer))
+
+    @contextmanager
+    def reduced_already(self) -> Iterator[None]:
+        """Keeps Keras 3 from adding up over replicas what is the same on all of them.
+
+        There is no public switch for it (Keras 3.15). This object's own method is covered, and only while a step is
+        being traced.
+        """
+        inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        if self.kind != "keras":
+            yield
+            return
+        inner._all_reduce_sum_gradients = list
+        try:
+            yield
+        finally:
+            del inner._all_reduce_sum_gradients
+
+
+def kind_of(optimizer: Any) -> str:
+    module = type(optimizer).__module__
+    names = {cls.__module__.split(".")[0] for cls in type(optimizer).__mro__}
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return "v1"
+    if "keras" in names:
+        return "keras"
+    if "tf_keras" in names:
+        return "tf_keras"
+    raise OptionError(
+        f"{module}.{type(optimizer).__name__} is no optimizer that is known here: "
+        "pass one of keras, tf_keras or tf.compat.v1.train"
+    )
+
+
+def _without_aggregation(optimizer: Any) -> dict[str, bool]:
+    is_legacy = any("legacy" in cls.__module__ for cls in type(optimizer).__mro__)
+    return {"experimental_aggregate_gradients": False} if is_legacy else {"skip_gradients_aggregation": True}

@@ -1,0 +1,45 @@
+"""Batches over replicas, and variables as the strategy has them."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from . import nest
+
+
+def strategy_of(model: Any) -> tf.distribute.Strategy:
+    """The strategy that the model was made under, or else the one that is in scope."""
+    strategy = getattr(model, "distribute_strategy", None)
+    return strategy if isinstance(strategy, tf.distribute.Strategy) else tf.distribute.get_strategy()
+
+
+def spread(strategy: tf.distribute.Strategy, tensor: Any, batch_size: int) -> Any:
+    """A tensor's rows, handed to the replicas of this process one after the other; the last may get fewer or none."""
+    num = len(strategy.extended.worker_devices)
+    each = -(-batch_size // num)
+    place = iter(range(num))
+
+    def part(_: Any) -> Any:
+        start = min(next(place) * each, batch_size)
+        return nest.part(tensor, start, min(start + each, batch_size))
+
+    return strategy.experimental_distribute_values_from_function(part)
+
+
+def any_size(value: Any) -> tf.TypeSpec:
+    """The kind of a tensor, or of a tensor per replica, with a leading axis of any size."""
+    if isinstance(value, tf.distribute.DistributedValues):
+        return type(tf.type_spec_from_value(value))(*map(nest.any_size, value.values))
+    return nest.any_size(value)
+
+
+def as_tf_variable(variable: Any) -> Any:
+    """Keras 3 wraps its variables."""
+    inner = getattr(variable, "value", None)
+    return variable if inner is None or callable(inner) else inner
+
+
+def is_shared() -> bool:
+    """Whether the code that runs here runs on several replicas."""
+    context = tf.distribute.get_replica_context()
+    return context is not None and context.num_replicas_in_sync > 1

@@ -1,0 +1,181 @@
+"""A copy of the user's model, a batch, and the ways to take its gradient."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ..core.audit import Gradient, Loop
+from ..core.diagnosis import Array
+from ..core.errors import BigBatchWarning, OptionError
+from ..core.weight import Reduction, as_terms
+from ..core.window import Window, cuts
+from . import nest
+from .accumulator import Accumulator, Loss, Weight
+from .checks import batch_norms, layers_of
+from .gradients import dense
+from .replicas import as_tf_variable
+
+
+class Trial:
+    """As core/audit.py wants it. Dropout is switched off for the comparison, and that is said."""
+
+    def __init__(
+        self, model: Any, batch: Any, loss: Loss, micro_batch_size: int, weight: Weight | None, reduction: Reduction
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.weight = weight
+        self.reduction: Reduction = reduction
+        layout = nest.Layout(batch)
+        self.batch = layout.pack(layout.tensors)
+        self.parts = cuts(nest.batch_size(layout), micro_batch_size)
+        self.micro_batches = [
+            layout.pack([nest.part(t, part.start, part.stop) for t in layout.tensors]) for part in self.parts
+        ]
+        self._held = [(v, tf.identity(as_tf_variable(v))) for v in model.variables]
+        if names := [layer.name for layer in dropouts(model)]:
+            self._notes = [
+                f"dropout ({', '.join(names)}) was switched off for the comparison; in training each micro-batch draws "
+                "masks of its own, which is as good a draw as the full batch's but not the same"
+            ]
+        else:
+            self._notes = []
+
+    def full(self) -> Gradient:
+        return self._gradient_of(self.batch)
+
+    def accumulated(self) -> Gradient:
+        self._restore()
+        optimizer = recorder()
+        eagerly = tf.config.functions_run_eagerly()
+        tf.config.run_functions_eagerly(True)  # so that the optimizer sees numbers
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", BigBatchWarning)  # what there is to say will be a cause
+                options: dict[str, Any] = {"weight": self.weight, "reduction": self.reduction}
+                step = Accumulator(self.model, optimizer, self._loss, **options).step(Window(self.micro_batches))
+        finally:
+            tf.config.run_functions_eagerly(eagerly)
+        if not step.is_applied:  # not finite, so it was kept from the optimizer
+            return {name: np.full(v.shape, np.nan) for name, v in self._named()}
+        names = {id(v): name for name, v in self._named()}
+        return {names[id(v)]: g.numpy() for g, v in optimizer.seen}
+
+    def micro(self, number: int) -> Gradient:
+        return self._gradient_of(self.micro_batches[number])
+
+    def by_loop(self, loop: Loop) -> tuple[Gradient, Gradient]:
+        raise OptionError(
+            "verify(step=…) is for PyTorch, where gradients stay on the model: compare two trainings here"
+        )
+
+    def right_scales(self) -> Array:
+        weights = np.array([self._weight_of(k) for k in range(len(self.parts))], np.float64)
+        if self.reduction == "sum":
+            return np.ones_like(weights)
+        totals = weights.sum(0)
+        return np.divide(weights, totals, out=np.zeros_like(weights), where=totals != 0)
+
+    def _weight_of(self, number: int) -> list[float]:
+        if self.weight is None:
+            return [self.parts[number].stop - self.parts[number].start]
+        return [float(tf.reduce_sum(tf.cast(w, tf.float64))) for w in as_terms(self.weight(self.micro_batches[number]))]
+
+    def notes(self) -> list[str]:
+        return list(self._notes)
+
+    def layer_causes(self) -> list[str]:
+        if not (names := batch_norms(self.model)):
+            return []
+        return [
+            f"BatchNormalization in training mode ({', '.join(names)}) normalises by the micro-batch instead of the "
+            "batch: freeze it, or use GroupNormalization or LayerNormalization"
+        ]
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        frozen = [layer for layer in layers_of(self.model) if layer.name in batch_norms(self.model)]
+        for layer in frozen:
+            layer.trainable = False  # in Keras that is what makes it use its moving statistics
+        try:
+            yield
+        finally:
+            for layer in frozen:
+                layer.trainable = True
+
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        yield
+
+    def _loss(self, model: Any, batch: Any) -> Any:
+        with dropout_off(model):
+            return self.loss(model, batch)
+
+    def _gradient_of(self, batch: Any) -> Gradient:
+        self._restore()
+        named = self._named()
+        with tf.GradientTape() as tape:
+            total = tf.add_n([tf.reshape(term, []) for term in as_terms(self._loss(self.model, batch))])
+        found = tape.gradient(total, [as_tf_variable(v) for _, v in named])
+        return {name: dense(g).numpy() for (name, _), g in zip(named, found, strict=True) if g is not None}
+
+    def _named(self) -> list[tuple[str, Any]]:
+        return [(getattr(v, "path", v.name), v) for v in self.model.trainable_variables]
+
+    def _restore(self) -> None:
+        """Moving statistics and random seeds as they were: they move with every pass."""
+        for variable, value in self._held:
+            variable.assign(value)
+
+    give_back = _restore
+
+
+def recorder() -> Any:
+    """An optimizer that changes nothing and remembers what it was given."""
+    import keras
+
+    class Recorder(keras.optimizers.SGD):
+        def apply_gradients(self, grads_and_vars: Any, **_: Any) -> None:
+            self.seen = list(grads_and_vars)
+
+    return Recorder(0.0)
+
+
+def dropouts(model: Any) -> list[Any]:
+    return [layer for layer in layers_of(model) if getattr(layer, "rate", 0) and "Dropout" in type(layer).__name__]
+
+
+@contextmanager
+def dropout_off(model: Any) -> Iterator[None]:
+    before = [(layer, layer.rate) for layer in dropouts(model)]
+    for layer, _ in before:
+        layer.rate = 0.0
+    try:
+        yield
+    finally:
+        for layer, rate in before:
+            layer.rate = rate
+
+
+def wide_copy(model: Any, dtype: str) -> Any:
+    """A copy in another dtype, where the model can be rebuilt from its configuration; else the model itself."""
+    import keras
+
+    if not isinstance(model, keras.Sequential | keras.models.Model) or not (
+        isinstance(model, keras.Sequential) or hasattr(model, "_functional") or type(model).__name__ == "Functional"
+    ):
+        return model
+
+    def rebuilt(layer: Any) -> Any:
+        return type(layer).from_config({**layer.get_config(), "dtype": dtype})
+
+    try:
+        twin = keras.models.clone_model(model, clone_function=rebuilt)
+        twin.set_weights(model.get_weights())
+    except (TypeError, ValueError, NotImplementedError):
+        return model
+    return twin

@@ -1,0 +1,208 @@
+"""A whole window as one graph: cut, loop, add up, and reduce over replicas once."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from ..core.weight import Reduction, as_terms, check_weight
+from . import gradients, nest, replicas
+from .checks import WEIGHT, check_loss, checked
+from .gradients import Gradient
+from .optimizer import Optimizer
+
+
+class Total(NamedTuple):
+    """What a window adds up to, over all its micro-batches and all replicas."""
+
+    gradients: list[Gradient]
+    losses: tf.Tensor
+    weights: tf.Tensor
+    num_micro_batches: tf.Tensor
+
+
+class WindowGraph:
+    """The graph of a window over one kind of batch, on one replica.
+
+    for each micro-batch:                                  # tf.while_loop
+        weights += weight(micro_batch)
+    for each micro-batch:                                  # tf.while_loop
+        sums += gradient of (w_k / W) * loss(micro_batch)
+    sums = all_reduce(sums)                                # once, if there are several replicas
+    """
+
+    def __init__(
+        self,
+        layout: nest.Layout,
+        loss: Callable[[Any], Any],
+        weight: Callable[[Any], Any] | None,
+        reduction: Reduction,
+        variables: Callable[[], list[Any]],
+        optimizer: Optimizer,
+        jit_compile: bool,
+    ) -> None:
+        self.layout = layout
+        self.loss = loss
+        self.weight = weight
+        self.reduction = reduction
+        self.variables = variables
+        self.optimizer = optimizer
+        self.micro = tf.function(self._micro, jit_compile=jit_compile or None, autograph=False)
+
+    def over(self, tensors: Sequence[Any], micro_batch_size: int) -> Total:
+        """Cuts the batch and adds up."""
+        batch_size = next(nest.size(t) for t in tensors if t.shape.rank != 0)
+        num = -(-batch_size // micro_batch_size)
+
+        def micro_batch(k: tf.Tensor) -> list[Any]:
+            start = k * micro_batch_size
+            return [nest.part(t, start, tf.minimum(start + micro_batch_size, batch_size)) for t in tensors]
+
+        sizes = tf.minimum(micro_batch_size, batch_size - tf.range(num) * micro_batch_size)
+        weights = self._weights(micro_batch, num, sizes)
+        totals = tf.reduce_sum(weights, 0)
+        num_terms = weights.shape[1]
+        # Terms that have totals of their own are mixed in the sums, so the totals must be known before. A single one
+        # can follow with the gradients, which saves a reduction.
+        if num_terms > 1 and replicas.is_shared():
+            totals = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, totals)
+        sums, losses = self._loop(micro_batch, num, self.scales(weights, totals))
+        if not replicas.is_shared():
+            return Total(sums, losses, totals, num)
+        if num_terms > 1 or self.reduction == "sum":
+            sums, (losses, number) = reduced(sums, [losses, tf.cast(num, WEIGHT)])
+            return Total(sums, losses, totals, tf.cast(number, tf.int32))
+        sums, (losses, number, total) = reduced(
+            gradients.scaled(sums, totals[0]), [losses * totals, tf.cast(num, WEIGHT), totals]
+        )
+        inverse = tf.math.divide_no_nan(tf.ones([], WEIGHT), total[0])
+        return Total(gradients.scaled(sums, inverse), losses * inverse, total, tf.cast(number, tf.int32))
+
+    def scales(self, weights: tf.Tensor, totals: tf.Tensor) -> tf.Tensor:
+        """As in core/weight.py: w_k / W, and zero where W is."""
+        return tf.ones_like(weights) if self.reduction == "sum" else tf.math.divide_no_nan(weights, totals)
+
+    def weight_of(self, tensors: Sequence[Any]) -> tf.Tensor:
+        """The weight of one micro-batch, term by term."""
+        if self.weight is None:
+            return tf.cast(next(nest.size(t) for t in tensors if t.shape.rank != 0), WEIGHT)[None]
+        found = as_terms(self.weight(self.layout.pack(tensors)))
+        check_weight(tuple(w for w in found if not tf.is_tensor(w)), of="a micro-batch")
+        # tf.cast takes a plain number through float32
+        wide = [tf.cast(w, WEIGHT) if tf.is_tensor(w) else tf.constant(w, WEIGHT) for w in found]
+        return checked(tf.stack([*map(tf.reduce_sum, wide)]))
+
+    def _weights(self, micro_batch: Callable[[tf.Tensor], list[Any]], num: Any, sizes: tf.Tensor) -> tf.Tensor:
+        """A row for each micro-batch, with a column for each term."""
+        if self.weight is None:
+            return tf.cast(sizes, WEIGHT)[:, None]
+        num_terms = self._num_terms()
+        rows = tf.TensorArray(WEIGHT, size=num, element_shape=[num_terms])
+        _, rows = tf.while_loop(
+            lambda k, _: k < num,
+            lambda k, rows: (k + 1, rows.write(k, self.weight_of(micro_batch(k)))),
+            (0, rows),
+            parallel_iterations=1,
+        )
+        return tf.reshape(rows.stack(), [-1, num_terms])
+
+    def _num_terms(self) -> int:
+        weigh = tf.function(lambda tensors: self.weight_of(tensors), autograph=False)
+        return int(weigh.get_concrete_function(self.layout.specs()).structured_outputs.shape[0])
+
+    def _loop(
+        self, micro_batch: Callable[[tf.Tensor], list[Any]], num: Any, scales: tf.Tensor
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        variables = self.variables()
+        scale_spec = tf.TensorSpec(scales.shape[1:], WEIGHT)
+        like = self.micro.get_concrete_function(self.layout.specs(), scale_spec).structured_outputs[1]
+        kinds = {k: sum_like(g, v, num) for k, (g, v) in enumerate(zip(like, variables, strict=True)) if g is not None}
+
+        def body(k: tf.Tensor, losses: tf.Tensor, state: dict[int, Any]) -> tuple[Any, ...]:
+            scale = scales[k]
+
+            def add() -> tuple[Any, ...]:
+                found, micro = self.micro(micro_batch(k), scale)
+                return losses + found, {p: kind.add(state[p], k, micro[p]) for p, kind in kinds.items()}
+
+            if self.weight is None:
+                return (k + 1, *add())
+            # what counts nothing is left out: its mean over nothing may be 0/0
+            return (k + 1, *tf.cond(tf.reduce_any(scale > 0), add, lambda: (losses, dict(state))))
+
+        start = (tf.constant(0), tf.zeros(scales.shape[1:], WEIGHT), {p: kind.start for p, kind in kinds.items()})
+        _, losses, state = tf.while_loop(lambda k, *_: k < num, body, start, parallel_iterations=1)
+        return [kinds[p].finished(state[p]) if p in kinds else None for p in range(len(variables))], losses
+
+    def _micro(self, tensors: Sequence[Any], scale: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
+        """The scaled losses of one micro-batch, and the gradient of their sum.
+
+        The scale enters as the gradient that the tape starts from, which saves the multiplication and its gradient.
+        """
+        with tf.GradientTape() as tape:
+            terms = as_terms(self.loss(self.layout.pack(tensors)))
+        check_loss(terms, scale.shape[0])
+        # a scale is rounded in float16 and bfloat16, so there the wide gradient is scaled in place of the loss
+        is_late = len(terms) == 1 and terms[0].dtype != gradients.wide_dtype(terms[0].dtype)
+        seeds = self.optimizer.scaled(tf.ones_like(scale) if is_late else scale)
+        seeds = [tf.cast(seed, term.dtype) for seed, term in zip(tf.unstack(seeds), terms, strict=True)]
+        found = tape.gradient(terms, self.variables(), output_gradients=seeds)
+        found = [gradients.widened(g) for g in found]
+        losses = tf.math.multiply_no_nan(tf.stack([tf.cast(term, WEIGHT) for term in terms]), scale)
+        return losses, gradients.scaled(found, scale[0]) if is_late else found
+
+
+def reduced(sums: Sequence[Gradient], others: list[tf.Tensor]) -> tuple[list[Gradient], list[tf.Tensor]]:
+    """Gradients and other tensors added up over all replicas, in one go for each dtype of gradients.
+
+    What is packed together must be of one dtype, so the others travel in the widest that gradients have.
+    """
+    present = [k for k, g in enumerate(sums) if g is not None]
+    dtypes = sorted({sums[k].dtype for k in present}, key=lambda dtype: dtype.size)
+    context = tf.distribute.get_replica_context()
+    found: list[Gradient] = [None] * len(sums)
+    for dtype in dtypes:
+        places = [k for k in present if sums[k].dtype == dtype]
+        along = [tf.cast(other, dtype) for other in others] if dtype is dtypes[-1] else []
+        added = context.all_reduce(tf.distribute.ReduceOp.SUM, [*(gradients.dense(sums[k]) for k in places), *along])
+        for k, g in zip(places, added, strict=False):
+            found[k] = g
+    return found, [tf.cast(value, WEIGHT) for value in added[len(places) :]]
+
+
+def sum_like(gradient: Gradient, variable: Any, num: Any) -> "DenseSum | SparseSum":
+    if gradients.is_kept_sparse(gradient, variable) and not replicas.is_shared():
+        return SparseSum(gradient, variable, num)
+    return DenseSum(gradient, variable)
+
+
+class DenseSum:
+    """Adds up inside of a loop."""
+
+    def __init__(self, gradient: Gradient, variable: Any) -> None:
+        self.start = tf.zeros(variable.shape, gradient.dtype)
+
+    def add(self, state: tf.Tensor, k: tf.Tensor, gradient: Gradient) -> tf.Tensor:
+        return state + gradients.dense(gradient)
+
+    def finished(self, state: tf.Tensor) -> Gradient:
+        return state
+
+
+class SparseSum:
+    """Strings the entries together inside of a loop; those of the same row are added up at the end."""
+
+    def __init__(self, gradient: tf.IndexedSlices, variable: Any, num: Any) -> None:
+        row = variable.shape[1:]
+        self.shape = variable.shape
+        self.start = (
+            tf.TensorArray(gradient.values.dtype, size=num, element_shape=[None, *row], infer_shape=False),
+            tf.TensorArray(gradient.indices.dtype, size=num, element_shape=[None], infer_shape=False),
+        )
+
+    def add(self, state: Any, k: tf.Tensor, gradient: Gradient) -> Any:
+        return state[0].write(k, gradient.values), state[1].write(k, gradient.indices)
+
+    def finished(self, state: Any) -> Gradient:
+        shape = tf.constant(self.shape.as_list(), tf.int64)
+        return gradients.without_repeats(tf.IndexedSlices(state[0].concat(), state[1].concat(), shape))

@@ -1,0 +1,41 @@
+"""Which backend of Keras these tests run on; it cannot be changed within a process."""
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("JAX_ENABLE_X64", "1")  # else JAX has no float64
+
+import keras
+import pytest
+
+if keras.backend.backend() == "torch":
+    import torch
+
+    torch.set_num_threads(1)  # small models: threads only wait for each other
+
+
+@pytest.fixture
+def float64():
+    """Everything in float64, so that what is left of a difference is rounding."""
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    """Every test names its layers from the beginning and leaves no graph behind."""
+    yield
+    keras.config.set_dtype_policy(keras.config.floatx())
+    keras.backend.clear_session()
+
+
+THEIRS = ["ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"]  # Keras 3.15, NumPy 2
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "tests/keras/" in item.path.as_posix():
+            for warning in THEIRS:
+                item.add_marker(pytest.mark.filterwarnings(warning))

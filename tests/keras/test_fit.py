@@ -1,0 +1,173 @@
+"""All else about fit stays as it is: what it is fed, what callbacks see, what is saved."""
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from bigbatch.keras import accumulate
+
+from .cases import BATCH_SIZE, NUM_SAMPLES, compiled, fitted, gap, images
+
+BACKEND = keras.backend.backend()
+
+
+# --- what fit is fed -------------------------------------------------------------------------------------
+
+
+def batches():
+    x, y = images()().values()
+    return [(x[i : i + BATCH_SIZE], y[i : i + BATCH_SIZE]) for i in range(0, NUM_SAMPLES, BATCH_SIZE)]
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return len(batches())
+
+    def __getitem__(self, index):
+        return batches()[index]
+
+
+def generator():
+    while True:
+        yield from batches()
+
+
+def tf_dataset():
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices(tuple(images()().values())).batch(BATCH_SIZE)
+
+
+def data_loader():
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    tensors = [torch.tensor(array) for array in images()().values()]
+    return DataLoader(TensorDataset(*tensors), batch_size=BATCH_SIZE)
+
+
+FEEDS = {
+    "a generator": (generator, {"steps_per_epoch": 3}),
+    "a PyDataset": (lambda: Batches(), {}),
+    "a tf.data.Dataset": (tf_dataset, {}),
+    "a torch DataLoader": (data_loader, {}),
+}
+
+
+@pytest.mark.parametrize("name", FEEDS)
+def test_feeds(name):
+    feed, options = FEEDS[name]
+    plain = fitted(compiled(None), feed(), **options)
+    assert gap(fitted(compiled(), feed(), **options), plain) < 1e-5
+
+
+def test_fit_with_validation_and_evaluate():
+    options = {**images()(), "batch_size": BATCH_SIZE, "validation_split": 0.2}
+    ours, plain = fitted(compiled(), **options), fitted(compiled(None), **options)
+    assert "val_accuracy" in plain[1]
+    assert gap(ours, plain) < 1e-5
+    scores = [model.evaluate(**images()(), batch_size=10, verbose=0) for model in (ours[0], plain[0])]
+    assert np.allclose(*scores, rtol=1e-5)
+    x = images()()["x"]
+    assert np.allclose(*(model.predict(x, verbose=0) for model in (ours[0], plain[0])), rtol=1e-4, atol=1e-5)
+
+
+def test_train_on_batch():
+    x, y = batches()[0]
+    logs = [[model.train_on_batch(x, y, return_dict=True) for _ in range(3)] for model in (compiled(), compiled(None))]
+    for ours, plain in zip(*logs, strict=True):
+        assert {name: pytest.approx(float(value), rel=1e-5) for name, value in plain.items()} == ours
+
+
+def test_convolution_and_dropout_train():
+    """Dropout draws other numbers than the full batch would, so here only that it learns."""
+
+    def build():
+        return keras.Sequential(
+            [
+                layers.Input((64,)), layers.Reshape((8, 8, 1)), layers.Conv2D(8, 3, activation="relu"),
+                layers.Flatten(), layers.Dropout(0.2), layers.Dense(10),
+            ]
+        )  # fmt: skip
+
+    model = compiled(build=build, optimizer=keras.optimizers.Adam(1e-2))
+    _, history = fitted(model, **images()(), batch_size=BATCH_SIZE, epochs=25)
+    assert history["loss"][-1] < history["loss"][0] / 2
+
+
+def spread(y_true, y_pred):
+    return ops.std(y_pred, axis=0)
+
+
+def test_dropout_differs_from_micro_batch_to_micro_batch():
+    """Equal samples, a micro-batch each: were the numbers the same, so would be the outputs."""
+
+    def build():
+        return keras.Sequential([layers.Input((64,)), layers.Dropout(0.5), layers.Dense(1, kernel_initializer="ones")])
+
+    model = compiled(1, build=build, loss="mse", metrics=[spread])
+    _, history = fitted(model, np.ones((4, 64)), np.ones((4, 1)), epochs=1)
+    assert history["spread"][0] > 1
+
+
+# --- callbacks and saving --------------------------------------------------------------------------------
+
+
+def test_callbacks_see_steps(tmp_path):
+    rates, ends = [], []
+    path = tmp_path / "best.keras"
+    callbacks = keras.callbacks
+    _, history = fitted(
+        compiled(),
+        **images()(),
+        batch_size=BATCH_SIZE,
+        epochs=50,
+        callbacks=[
+            callbacks.LearningRateScheduler(lambda epoch, rate: rates.append(rate) or 0.05 / (epoch + 1)),
+            callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: ends.append((step, sorted(logs)))),
+            callbacks.ModelCheckpoint(path, monitor="loss", save_best_only=True),
+            callbacks.EarlyStopping(monitor="loss", min_delta=1e3, patience=2),
+            *([callbacks.TensorBoard(tmp_path / "logs", update_freq=1)] if BACKEND == "tensorflow" else []),
+        ],
+    )
+    assert ends == [(step, ["accuracy", "loss"]) for _ in range(3) for step in range(3)]
+    assert len(rates) == 3
+    assert history["learning_rate"] == pytest.approx([0.05, 0.025, 0.05 / 3])
+    assert path.exists()
+    assert (tmp_path / "logs").exists() or BACKEND != "tensorflow"
+
+
+def test_a_saved_model_opens_without_bigbatch(tmp_path):
+    model, _ = fitted(compiled(), **images()(), batch_size=BATCH_SIZE)
+    path = tmp_path / "model.keras"
+    model.save(path)
+    expected = model.predict(images()()["x"][:5], verbose=0)
+    np.save(tmp_path / "x.npy", images()()["x"])
+    np.save(tmp_path / "y.npy", images()()["y"])
+    code = f"""
+import sys
+sys.modules["bigbatch"] = None
+import keras, numpy as np
+model = keras.models.load_model({str(path)!r})
+x, y = np.load({str(tmp_path / "x.npy")!r}), np.load({str(tmp_path / "y.npy")!r})
+np.save({str(tmp_path / "out.npy")!r}, model.predict(x[:5], verbose=0))
+model.fit(x, y, verbose=0)
+assert model.optimizer.iterations.numpy() == 6 + 4, model.optimizer.iterations
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=300)
+    assert np.allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-6)
+
+
+def test_a_loaded_model_goes_on(tmp_path):
+    """Saved after two epochs, loaded, accumulated again: the same as four in one go."""
+    options = {**images()(), "batch_size": BATCH_SIZE}
+    model, _ = fitted(compiled(), **options)
+    model.save(tmp_path / "model.keras")
+    again = accumulate(keras.models.load_model(tmp_path / "model.keras"), 16)
+    fitted(again, **options)
+    straight, _ = fitted(compiled(None), **options, epochs=4)
+    assert gap((again, {}), (straight, {})) < 1e-5

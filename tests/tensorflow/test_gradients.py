@@ -1,0 +1,320 @@
+"""Variables of every kind: frozen, unused, sparse, tied, low precision."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from bigbatch import Window
+from bigbatch.tensorflow import Accumulator, gradients
+
+WAYS = ("batch", "window", "add", "add in a graph")
+Batch = tuple[Any, Any]
+
+
+def data(size: int = 11, dtype: str = "float64") -> Batch:
+    generator = np.random.default_rng(1)
+    return generator.normal(size=(size, 6)).astype(dtype), generator.normal(size=(size, 4)).astype(dtype)
+
+
+def mse(model: Any, batch: Batch) -> Any:
+    out = model(batch[0])
+    return tf.reduce_mean((out - tf.cast(batch[1], out.dtype)) ** 2)
+
+
+def taken(model: Any, loss: Any, batch: Batch) -> tuple[Any, list[Any]]:
+    with tf.GradientTape() as tape:
+        value = loss(model, batch)
+    return value, tape.gradient(value, model.trainable_variables)
+
+
+def parts(batch: Batch, size: int = 3) -> list[Batch]:
+    return [tuple(leaf[k : k + size] for leaf in batch) for k in range(0, len(batch[0]), size)]
+
+
+def train(model: Any, optimizer: Any, loss: Any, batch: Batch, way: str, **options: Any) -> Any:
+    """Three steps: the full batch plainly, or cut into micro-batches of 3 in one of our ways."""
+    accumulator = Accumulator(model, optimizer, loss, 3 if way == "batch" else None, accumulation_steps=100, **options)
+
+    def add(part: Batch) -> None:
+        value, found = taken(model, loss, part)
+        accumulator.add(found, weight=tf.shape(part[0])[0], loss=value)
+
+    signature = [tuple(tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) for leaf in batch)]
+    in_graph = tf.function(add, input_signature=signature)
+    for _ in range(3):
+        if way == "full":
+            found = [None if g is None else tf.convert_to_tensor(g) for g in taken(model, loss, batch)[1]]
+            pairs = zip(found, model.trainable_variables, strict=True)
+            optimizer.apply_gradients([(g, v) for g, v in pairs if g is not None])
+        elif way == "batch":
+            assert accumulator.step(batch).is_applied
+        elif way == "window":
+            assert accumulator.step(Window(parts(batch))).is_applied
+        else:
+            for part in parts(batch):
+                (in_graph if way == "add in a graph" else add)(part)
+            assert accumulator.flush().is_applied
+    return model
+
+
+def assert_same(ours: Any, full: Any, tolerance: float = 1e-12) -> None:
+    for a, b in zip(ours.variables, full.variables, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=0, atol=tolerance * np.abs(b.numpy()).max())
+
+
+def adamw() -> Any:
+    return keras.optimizers.AdamW(0.05, weight_decay=0.3)
+
+
+def momentum() -> Any:
+    return keras.optimizers.SGD(0.05, momentum=0.9, weight_decay=0.1)
+
+
+class Branches(keras.Model):
+    """One layer is frozen, one is never used, one only if it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(0)
+        self.used = keras.layers.Dense(4)
+        self.frozen = keras.layers.Dense(4)
+        self.unused = keras.layers.Dense(4)
+        self.sometimes = keras.layers.Dense(4)
+        for layer, width in ((self.used, 6), (self.frozen, 4), (self.unused, 6), (self.sometimes, 6)):
+            layer.build((None, width))
+        self.frozen.trainable = False
+        self.built = True
+
+    def call(self, x: Any, asks: bool = False) -> Any:
+        out = self.frozen(self.used(x))
+        return out + self.sometimes(x) if asks else out
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make_optimizer", [adamw, momentum])
+@pytest.mark.usefixtures("float64")
+def test_variables_without_gradient_stay_where_the_full_batch_leaves_them(way: str, make_optimizer: Any) -> None:
+    full, ours = (train(Branches(), make_optimizer(), mse, data(), w) for w in ("full", way))
+    assert_same(ours, full)
+    start = Branches()
+    for layer in ("unused", "frozen", "sometimes"):
+        for now, then in zip(getattr(ours, layer).variables, getattr(start, layer).variables, strict=True):
+            np.testing.assert_array_equal(now.numpy(), then.numpy())
+    assert not np.array_equal(ours.used.kernel.numpy(), start.used.kernel.numpy())
+
+
+def asking(model: Branches, batch: Batch) -> Any:
+    return tf.reduce_mean((model(batch[0], asks=True) - batch[1]) ** 2)
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_variable_that_gets_a_gradient_in_some_micro_batches_and_some_windows() -> None:
+    """In the first window one micro-batch of three asks for the layer, in the second none does, in the third all."""
+    ours, full = Branches(), Branches()
+    optimizer = adamw()
+    accumulator = Accumulator(ours, adamw(), accumulation_steps=3)
+    batch = data(9)
+    for asks in ((False, True, False), (False, False, False), (True, True, True)):
+        for part, does in zip(parts(batch), asks, strict=True):
+            accumulator.add(taken(ours, asking if does else mse, part)[1], weight=3)
+        with tf.GradientTape() as tape:
+            losses = [(asking if does else mse)(full, part) for part, does in zip(parts(batch), asks, strict=True)]
+            value = tf.add_n(losses) / 3
+        before = full.sometimes.kernel.numpy()
+        found = tape.gradient(value, full.trainable_variables)
+        pairs = zip(found, full.trainable_variables, strict=True)
+        optimizer.apply_gradients([(g, v) for g, v in pairs if g is not None])
+        assert np.array_equal(full.sometimes.kernel.numpy(), before) == (not any(asks))
+        assert_same(ours, full)
+
+
+@pytest.mark.usefixtures("float64")
+def test_windows_of_micro_batches_of_different_kinds() -> None:
+    """A layer that is first asked for in the second window gets its gradient as well."""
+
+    def loss(model: Branches, batch: dict[str, Any]) -> Any:
+        out = model(batch["x"], asks="z" in batch)
+        return tf.reduce_mean((out - batch["y"]) ** 2)
+
+    ours, full, optimizer = Branches(), Branches(), adamw()
+    optimizer.build(full.trainable_variables)
+    accumulator = Accumulator(ours, adamw(), loss)
+    x, y = data(6)
+    plain, with_z = {"x": x[:3], "y": y[:3]}, {"x": x[3:], "y": y[3:], "z": y[3:]}
+    for window in ([plain, plain], [with_z, plain], [plain, plain], [plain, with_z]):
+        accumulator.step(Window(window))
+        with tf.GradientTape() as tape:
+            value = tf.add_n([loss(full, micro_batch) for micro_batch in window]) / 2
+        found = tape.gradient(value, full.trainable_variables)
+        pairs = zip(found, full.trainable_variables, strict=True)
+        optimizer.apply_gradients([(g, v) for g, v in pairs if g is not None])
+        assert_same(ours, full)
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_graph_that_would_lose_a_gradient_says_so_and_changes_nothing() -> None:
+    model = Branches()
+    accumulator = Accumulator(model, momentum(), accumulation_steps=2)
+    x, y = data(3)
+
+    @tf.function
+    def add(asks: bool) -> None:
+        accumulator.add(taken(model, asking if asks else mse, (x, y))[1], weight=3)
+
+    add(False)
+    add(False)
+    add(True)
+    before = [v.numpy() for v in model.variables]
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"other variables got a gradient.*in eager code"):
+        add(False)
+    for now, then in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(now.numpy(), then)
+
+
+# --- sparse ----------------------------------------------------------------------------------------------------
+
+
+def tokens(rows: int) -> Batch:
+    """Few different words, so that they repeat within and between micro-batches."""
+    generator = np.random.default_rng(2)
+    return generator.integers(0, 6, (11, 5)) * (rows // 6), generator.normal(size=(11, 4))
+
+
+def embedding(rows: int, tied: bool = False) -> Any:
+    keras.utils.set_random_seed(0)
+
+    class Words(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = keras.layers.Embedding(rows, 4)
+            self.embed.build()
+            self.built = True
+
+        def call(self, ids: Any) -> Any:
+            out = tf.reduce_sum(self.embed(ids), 1)
+            return out @ tf.cast(self.embed.embeddings[:4], out.dtype) if tied else out
+
+    return Words()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [9, 12_000])
+@pytest.mark.usefixtures("float64")
+def test_embeddings_equal_a_dense_full_batch(way: str, rows: int) -> None:
+    full, ours = (train(embedding(rows), keras.optimizers.Adam(0.05), mse, tokens(rows), w) for w in ("full", way))
+    used = np.unique(tokens(rows)[0])
+    np.testing.assert_allclose(ours.embed.embeddings.numpy()[used], full.embed.embeddings.numpy()[used], 1e-12, 1e-12)
+    unused = np.setdiff1d(np.arange(rows), used)
+    start = embedding(rows).embed.embeddings.numpy()
+    np.testing.assert_array_equal(ours.embed.embeddings.numpy()[unused], start[unused])
+
+
+@pytest.mark.parametrize("rows", [9, 12_000])
+@pytest.mark.usefixtures("float64")
+def test_clipping_measures_summed_rows(rows: int) -> None:
+    """Entries of the same row add up before they are measured, as in the dense gradient."""
+    found = tf.convert_to_tensor(taken(embedding(rows), mse, tokens(rows))[1][0])
+    model = embedding(rows)
+    before = model.embed.embeddings.numpy()
+    step = Accumulator(model, keras.optimizers.SGD(1.0), mse, 3, clip_norm=0.1).step(tokens(rows))
+    assert step.grad_norm == pytest.approx(np.linalg.norm(found), rel=1e-12)
+    assert np.linalg.norm(model.embed.embeddings.numpy() - before) == pytest.approx(0.1, rel=1e-12)
+
+
+class Watching(keras.optimizers.SGD):
+    """Keeps what it is given."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        self.seen = list(grads)
+        super().apply(grads, trainable_variables)
+
+
+@pytest.mark.usefixtures("float64")
+def test_large_tables_stay_sparse_and_small_ones_do_not() -> None:
+    for rows, kind in ((9, tf.Tensor), (gradients.MANY_ROWS, tf.Tensor), (12_000, tf.IndexedSlices)):
+        optimizer = Watching(0.1)
+        Accumulator(embedding(rows), optimizer, mse, 3).step(tokens(rows))
+        (found,) = optimizer.seen
+        assert isinstance(found, kind)
+
+
+@pytest.mark.parametrize("rows", [9, 12_000])
+@pytest.mark.usefixtures("float64")
+def test_tied_tables(rows: int) -> None:
+    full, ours = (
+        train(embedding(rows, tied=True), keras.optimizers.Adam(0.05), mse, tokens(rows), w) for w in ("full", "batch")
+    )
+    used = np.unique([*tokens(rows)[0].ravel(), 0, 1, 2, 3])
+    np.testing.assert_allclose(ours.embed.embeddings.numpy()[used], full.embed.embeddings.numpy()[used], 1e-12, 1e-12)
+
+
+@pytest.mark.usefixtures("float64")
+def test_sparse_and_compiled_by_xla() -> None:
+    full = train(embedding(9), keras.optimizers.Adam(0.05), mse, tokens(9), "full")
+    assert_same(train(embedding(9), keras.optimizers.Adam(0.05), mse, tokens(9), "batch", jit_compile=True), full)
+
+
+# --- low precision ---------------------------------------------------------------------------------------------
+
+
+def low(dtype: str) -> Any:
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((6,), dtype=dtype), layers.Dense(32, "tanh", dtype=dtype), layers.Dense(4, dtype=dtype)]
+    )
+
+
+def accumulation_errors(dtype: str, size: int, micro: int, way: str) -> dict[str, float]:
+    """How far the gradient that reaches the optimizer is from adding up in float32: ours, and plain sums."""
+    model = low(dtype)
+    batch = data(size, "float32")
+    batch = tuple(tf.cast(leaf, dtype) for leaf in batch)
+    in_graph = tf.function(lambda part: taken(model, mse, part)[1], reduce_retracing=True)
+    found = [in_graph(part) for part in parts(batch, micro)]
+    weights = np.array([len(part[0]) for part in parts(batch, micro)], np.float32) / size
+
+    def flat(each: Any) -> np.ndarray:
+        return np.concatenate([np.ravel(tf.cast(g, tf.float32)) for g in each])
+
+    exact = sum(flat(each) * w for each, w in zip(found, weights, strict=True))
+    plain = [tf.zeros_like(v) for v in model.trainable_variables]
+    for each, w in zip(found, weights, strict=True):
+        plain = [total + g * tf.cast(w, dtype) for total, g in zip(plain, each, strict=True)]
+
+    before = flat(model.trainable_variables)
+    accumulator = Accumulator(model, Wide(1.0), mse, micro if way == "batch" else None, accumulation_steps=1000)
+    if way == "batch":
+        accumulator.step(batch)
+    else:
+        for part, each in zip(parts(batch, micro), found, strict=True):
+            accumulator.add(each, weight=len(part[0]))
+        accumulator.flush()
+    np.testing.assert_array_equal(flat(model.trainable_variables), before)
+    ours = flat(g.numpy() for g in accumulator.optimizer.found)
+    return {
+        "ours": float(np.linalg.norm(ours - exact) / np.linalg.norm(exact)),
+        "plain": float(np.linalg.norm(flat(plain) - exact) / np.linalg.norm(exact)),
+    }
+
+
+class Wide(keras.optimizers.SGD):
+    """Keeps the gradients that it is given in float32, and moves nothing."""
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        self.found = [tf.Variable(tf.zeros(v.shape)) for v in variables]
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        self.found[self._get_variable_index(variable)].assign(tf.cast(gradient, tf.float32))
+
+
+@pytest.mark.parametrize("way", ["batch", "add"])
+@pytest.mark.parametrize(("size", "micro"), [(256, 4), (1003, 16)], ids=["equal", "uneven"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_adds_up_in_float32(dtype: str, size: int, micro: int, way: str) -> None:
+    errors = accumulation_errors(dtype, size, micro, way)
+    assert errors["ours"] * 20 <= errors["plain"], errors

@@ -1,0 +1,78 @@
+"""The verdict on the user's own model: exact where it is, and why where it is not."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from bigbatch.tensorflow import verify
+
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(53, 6)).astype("float32"), rng.integers(0, 4, 53)
+
+
+def classifier(*middle):
+    keras.utils.set_random_seed(1)
+    dense = keras.layers.Dense
+    return keras.Sequential([keras.Input((6,)), dense(8, "tanh", dtype="float32"), *middle, dense(4, dtype="float32")])
+
+
+def loss(model, batch):
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(batch[1], model(batch[0], training=True)))
+
+
+def only(causes):
+    assert len(causes) == 1, causes
+    return causes[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 52, 53])
+def test_exact_in_float64_whatever_the_size(size):
+    found = verify(classifier(), (X, Y), loss, size)
+    assert found.is_exact, str(found)
+    assert found.max_error <= 1e-12
+    assert found.causes == ()
+    assert len(found.errors) == 4
+
+
+def test_a_subclassed_model_is_compared_on_itself_and_put_back():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.last = (
+                keras.layers.Dense(5),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(4),
+            )
+
+        def call(self, x, training=None):
+            return self.last(self.norm(self.first(x), training=training))
+
+    model = Own()
+    model(X)
+    before = model.get_weights()
+    found = verify(model, (X, Y), loss, 16)
+    assert not found.is_exact
+    assert "BatchNormalization in training mode" in only(found.causes)
+    assert all(np.array_equal(a, b) for a, b in zip(model.get_weights(), before, strict=True))
+
+
+def test_batch_normalization_is_named():
+    found = verify(classifier(keras.layers.BatchNormalization(name="norm")), (X, Y), loss, 16)
+    assert not found.is_exact
+    assert "BatchNormalization in training mode (norm)" in only(found.causes)
+
+
+def test_dropout_is_switched_off_and_that_is_said():
+    model = classifier(keras.layers.Dropout(0.4, name="drop"))
+    found = verify(model, (X, Y), loss, 16)
+    assert found.is_exact, str(found)
+    assert "dropout (drop) was switched off" in only(found.causes)
+    assert model.layers[1].rate == 0.4
+
+
+def test_a_weight_that_disagrees_and_a_loss_that_couples_are_named():
+    found = verify(classifier(), (X, Y), loss, 16, weight=lambda batch: 1)
+    assert "the weight disagrees with the loss's own mean" in only(found.causes)
+    found = verify(classifier(), (X, Y), lambda model, batch: tf.math.reduce_variance(model(batch[0])), 16)
+    assert "the loss couples the samples" in only(found.causes)
