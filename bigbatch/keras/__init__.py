@@ -7,9 +7,9 @@ try:
 except ImportError as error:
     raise MissingExtraError('bigbatch.keras needs Keras: pip install "bigbatch[keras]"') from error
 
-if not hasattr(_keras, "ops"):
+if tuple(map(int, _keras.__version__.split(".")[:2])) < (3, 8):
     raise MissingExtraError(
-        f"bigbatch.keras needs Keras 3, but Keras {_keras.__version__} is installed: "
+        f"bigbatch.keras needs Keras 3.8 or later, but Keras {_keras.__version__} is installed: "
         'pip install --upgrade "bigbatch[keras]"'
     )
 

@@ -35,10 +35,11 @@ def accumulate(model: Model, micro_batch_size: int | None) -> Model:
     checks.check_train_step(fitted)
     if fitted.compiled:
         checks.check_optimizer(fitted.optimizer)
+    ours = step_class()
     if (step := FitStep.of(fitted)) is not None:
         step.detach()
     if micro_batch_size is not None:
-        step_class()(fitted, micro_batch_size).attach()
+        ours(fitted, micro_batch_size).attach()
     fitted.train_function = fitted.test_function = None  # what fit compiled before has the old step in it
     return model
 

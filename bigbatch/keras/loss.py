@@ -184,9 +184,9 @@ def evaluate(part: Part) -> tuple[Any, Any]:
 
 def weigh(part: Part, kind: Kind, num: Any) -> Any:
     """The weight of a micro-batch of so many samples: what Keras divides this loss by."""
-    dtype = wide(part.loss.dtype) if kind.is_counted else "float32"
     if not kind.is_counted:
-        return ops.cast(num, dtype)
+        return ops.cast(num, "float32")
+    dtype = wide(part.loss.dtype)
     _, mask = evaluate(part)
     if part.loss.reduction != "mean_with_sample_weight":
         return ops.sum(ops.cast(mask, dtype))

@@ -120,8 +120,7 @@ class Accumulator(tf.Module):
         self._build(*spread[0])
         with checks.telling_bad_weights():
             weights = [self._compiled("weigh", self._on_weigh, *each)(*each[1]) for each in spread]
-        own = self.strategy.run(lambda *each: tf.add_n(each), args=tuple(weights))
-        total = self.strategy.reduce(tf.distribute.ReduceOp.SUM, own, axis=None)
+        total = replicas.total(self.strategy, weights)
         spec = tf.TensorSpec(total.shape, WEIGHT)
         sums = self._sums_for(total.shape[0])
         try:

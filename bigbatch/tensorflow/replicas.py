@@ -1,5 +1,6 @@
 """Batches over replicas, and variables as the strategy has them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -24,6 +25,16 @@ def spread(strategy: tf.distribute.Strategy, tensor: Any, batch_size: int) -> An
         return nest.part(tensor, start, min(start + each, batch_size))
 
     return strategy.experimental_distribute_values_from_function(part)
+
+
+def total(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> tf.Tensor:
+    """Values that every replica has its own of, added up on each and then over all of them, in one go."""
+    own = [tf.add_n(each) for each in zip(*map(strategy.experimental_local_results, values), strict=True)]
+    if strategy.num_replicas_in_sync == 1:
+        return own[0]
+    each = iter(own)
+    spread = strategy.experimental_distribute_values_from_function(lambda _: next(each))
+    return strategy.reduce(tf.distribute.ReduceOp.SUM, spread, axis=None)
 
 
 def any_size(value: Any) -> tf.TypeSpec:

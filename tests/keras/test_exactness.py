@@ -10,6 +10,7 @@ from .cases import BATCH_SIZE, CASES, Case, entropy, gap, images, mlp, sgd
 
 BACKEND = keras.backend.backend()
 DIGITS = CASES[0]
+IS_FIRST = BACKEND == "tensorflow"  # on the others some cases that differ in nothing but numbers are left out
 
 
 def tolerance(case: Case) -> float:
@@ -25,7 +26,7 @@ def test_exact_in_float64(case: Case) -> None:
     assert gap(case.fit(case.micro_batch_size), case.fit(None)) < tolerance(case)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 12, 13, 14])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 12, 13, 14] if IS_FIRST else [1, 3, 14])
 @pytest.mark.usefixtures("float64")
 def test_every_size(micro_batch_size: int) -> None:
     def data():
@@ -35,13 +36,15 @@ def test_every_size(micro_batch_size: int) -> None:
     assert gap(case.fit(micro_batch_size), case.fit(None)) < tolerance(case)
 
 
-MODES = [{}, {"run_eagerly": True}, {"jit_compile": True}, {"jit_compile": False}, {"steps_per_execution": 2}]
-if BACKEND == "torch":
-    MODES = [{}]  # compiling needs a C++ compiler, and Keras has no steps_per_execution there
+MODES = {
+    "tensorflow": [{}, {"run_eagerly": True}, {"jit_compile": True}, {"steps_per_execution": 2}],
+    "jax": [{}, {"run_eagerly": True}, {"steps_per_execution": 2}],
+    "torch": [{}],  # compiling needs a C++ compiler, and Keras has no steps_per_execution there
+}[BACKEND]
 
 
 @pytest.mark.parametrize("options", MODES, ids=str)
-@pytest.mark.parametrize("name", ["digits", "masked rows, weighted"])
+@pytest.mark.parametrize("name", ["digits", "masked rows, weighted"] if IS_FIRST else ["digits"])
 def test_exact_in_float32(name: str, options: dict) -> None:
     case = next(case for case in CASES if case.name == name)
     assert gap(case.fit(case.micro_batch_size, **options), case.fit(None)) < 1e-5
@@ -57,7 +60,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", list(OPTIMIZERS) if IS_FIRST else ["weight decay, global norm", "moving average"])
 @pytest.mark.usefixtures("float64")
 def test_what_belongs_to_a_step_happens_once_a_step(name: str) -> None:
     ours = DIGITS.fit(16, optimizer=OPTIMIZERS[name]())
@@ -119,14 +122,10 @@ def test_an_overflow_anywhere_skips_the_whole_step(row: int) -> None:
 
 
 def test_sums_are_wider_than_bfloat16() -> None:
-    """64 equal gradients of 1/64 add up to one, which bfloat16 sums of a thousandth would miss."""
+    """A thousand gradients of a thousandth add up to one; in bfloat16 the sum would stop growing at a quarter."""
     keras.config.set_dtype_policy("bfloat16")
-    model = keras.Sequential([layers_one()])
+    model = keras.Sequential([keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
     accumulate(model, 1)
     model.compile(keras.optimizers.SGD(1.0), loss=lambda y_true, y_pred: y_pred[:, 0] * 1.0)
     model.fit(np.ones((1000, 1)), np.ones((1000, 1)), batch_size=1000, verbose=0)
     assert float(model.get_weights()[0][0, 0]) == pytest.approx(-1, abs=4e-3)
-
-
-def layers_one():
-    return keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")

@@ -221,6 +221,14 @@ def test_without_graphs() -> None:
 
 
 @pytest.mark.usefixtures("float64")
+def test_compiled_by_xla() -> None:
+    batch = make_batch(22)
+    accumulator = make(jit_compile=True)
+    accumulator.step(on_replicas(batch, (14, 8)))
+    assert_same(accumulator.model, full_batch(make_model(), make_optimizer(), [batch]), make_model())
+
+
+@pytest.mark.usefixtures("float64")
 def test_a_distributed_dataset_whose_last_batch_does_not_divide() -> None:
     """37 samples in global batches of 16: 8/8, 8/8, 5/0."""
     batch = make_batch(37)

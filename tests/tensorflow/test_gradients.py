@@ -212,6 +212,35 @@ def test_embeddings_equal_a_dense_full_batch(way: str, rows: int) -> None:
     np.testing.assert_array_equal(ours.embed.embeddings.numpy()[unused], start[unused])
 
 
+@pytest.mark.parametrize("kind", ["Adam", "momentum", "clipnorm", "scaled"])
+@pytest.mark.usefixtures("float64")
+def test_sparse_rows_that_only_some_steps_use(kind: str) -> None:
+    """Rows that momentum moves on although they get no gradient any more."""
+    optimizers = keras.optimizers
+
+    def make_optimizer() -> Any:
+        return {
+            "Adam": lambda: optimizers.Adam(0.05),
+            "momentum": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+            "clipnorm": lambda: optimizers.SGD(0.05, clipnorm=0.1),
+            "scaled": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.05)),
+        }[kind]()
+
+    full, optimizer = embedding(12_000), make_optimizer()
+    optimizer.build(full.trainable_variables)
+    ours = embedding(12_000)
+    accumulator = Accumulator(ours, make_optimizer(), mse, 3)
+    ids, target = tokens(12_000)
+    for step in range(4):
+        batch = (ids + step // 2, target)
+        with tf.GradientTape() as tape:
+            value = optimizer.scale_loss(mse(full, batch))
+        (found,) = tape.gradient(value, full.trainable_variables)
+        optimizer.apply_gradients([(tf.convert_to_tensor(found), full.trainable_variables[0])])
+        assert accumulator.step(batch).is_applied
+    assert_same(ours, full)
+
+
 @pytest.mark.parametrize("rows", [9, 12_000])
 @pytest.mark.usefixtures("float64")
 def test_clipping_measures_summed_rows(rows: int) -> None:
