@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable
 ALL := '.[torch,tensorflow,keras,cli]'
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 export TF_CPP_MIN_LOG_LEVEL := 3
 
 .PHONY: demo test check format bench exactness clean
@@ -12,10 +14,13 @@ demo: .venv/demo
 
 # Frameworks fight in one process, so each is tested in its own.
 test: .venv/test
-	$(BIN)/python -m pytest tests/core
-	$(BIN)/python -m pytest tests/torch
-	$(BIN)/python -m pytest tests/tensorflow
-	$(BIN)/python -m pytest tests/docs
+	$(PYTEST) tests/core
+	$(PYTEST) tests/torch
+	$(PYTEST) tests/tensorflow
+	KERAS_BACKEND=tensorflow $(PYTEST) tests/keras
+	KERAS_BACKEND=jax $(PYTEST) tests/keras
+	KERAS_BACKEND=torch $(PYTEST) tests/keras
+	$(PYTEST) tests/docs
 
 check: .venv/check
 	$(BIN)/ruff check .

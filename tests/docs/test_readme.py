@@ -20,7 +20,8 @@ def blocks() -> Iterator[Any]:
         if page.name in OF_TENSORFLOW:
             continue  # frameworks fight in one process: tests/tensorflow and tests/keras run these
         for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)):
-            yield pytest.param(code, id=f"{page.name}-{number}")
+            if "bigbatch.keras" not in code:
+                yield pytest.param(code, id=f"{page.name}-{number}")
 
 
 def what_the_reader_has(folder: Path) -> dict[str, Any]:

@@ -1,14 +1,20 @@
 """Which backend of Keras these tests run on; it cannot be changed within a process."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_ENABLE_X64", "1")  # else JAX has no float64
+# most of the time on JAX goes into compiling the same operations in every process
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[2] / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import keras
 import pytest
 
+if keras.backend.backend() != "tensorflow":
+    collect_ignore = ["test_imports.py", "test_replicas.py", "test_tensorflow.py"]  # the same on all, or TensorFlow's
 if keras.backend.backend() == "torch":
     import torch
 
@@ -28,7 +34,7 @@ def clean():
     """Every test names its layers from the beginning and leaves no graph behind."""
     yield
     keras.config.set_dtype_policy(keras.config.floatx())
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
 
 
 THEIRS = ["ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"]  # Keras 3.15, NumPy 2

@@ -7,14 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import keras
 import numpy as np
 import pytest
 
 from .cases import CASES, gap
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="tf.distribute is TensorFlow's")
 
 
 def test_mirrored() -> None:

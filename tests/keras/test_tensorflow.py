@@ -7,14 +7,10 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from .cases import BATCH_SIZE, compiled, fitted, gap, images
-
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("for the tensorflow backend", allow_module_level=True)
-
-import tensorflow as tf
 
 
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=str)
