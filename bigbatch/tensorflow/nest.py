@@ -26,9 +26,7 @@ class Layout:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for batches that one compiled function can take."""
-        others = tuple(repr(leaf) for k, leaf in enumerate(self.leaves) if k not in self.places)
-        structure = tf.nest.map_structure(lambda _: 0, self.batch)
-        return repr(structure), others, tuple(self.specs())
+        return structure(self.batch), *map(kind, self.leaves)
 
     def specs(self) -> list[tf.TypeSpec]:
         """The kinds of the tensors, for a batch of any size."""
@@ -46,6 +44,24 @@ class Layout:
         if paths is None:
             return [f"tensor {k}" for k in self.places]
         return ["batch" + "".join(f"[{part!r}]" for part in paths[k][0]) for k in self.places]
+
+
+def structure(batch: Any) -> Any:
+    """How a batch is nested, to be compared."""
+    if isinstance(batch, tuple | list):
+        return type(batch), *map(structure, batch)
+    if isinstance(batch, dict):
+        return type(batch), *((name, structure(part)) for name, part in batch.items())
+    if isinstance(batch, tf.Tensor) or not tf.nest.is_nested(batch):
+        return None
+    return repr(tf.nest.map_structure(lambda _: 0, batch))
+
+
+def kind(leaf: Any) -> Any:
+    """What of a leaf is the same for batches of any size."""
+    if isinstance(leaf, tf.Tensor):
+        return leaf.dtype, leaf.shape.rank, *leaf.shape[1:]
+    return any_size(leaf) if is_tensor(leaf) else repr(leaf)
 
 
 def as_leaf(item: Any) -> Any:

@@ -14,6 +14,11 @@ def strategy_of(model: Any) -> tf.distribute.Strategy:
     return strategy if isinstance(strategy, tf.distribute.Strategy) else tf.distribute.get_strategy()
 
 
+def is_spread(batch: Any) -> bool:
+    """Whether the replicas have their parts of the batch already, as in a distributed dataset."""
+    return any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(batch))
+
+
 def spread(strategy: tf.distribute.Strategy, tensor: Any, batch_size: int) -> Any:
     """A tensor's rows, handed to the replicas of this process one after the other; the last may get fewer or none."""
     num = len(strategy.extended.worker_devices)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ..core.weight import Reduction, as_terms, check_weight
-from . import gradients, nest, replicas
+from . import gradients, memory, nest, replicas
 from .checks import WEIGHT, check_loss, checked
 from .gradients import Gradient
 from .optimizer import Optimizer
@@ -66,7 +66,7 @@ class WindowGraph:
         # can follow with the gradients, which saves a reduction.
         if num_terms > 1 and replicas.is_shared():
             totals = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, totals)
-        sums, losses = self._loop(micro_batch, num, self.scales(weights, totals))
+        sums, losses = self._loop(micro_batch, num, micro_batch_size, self.scales(weights, totals))
         if not replicas.is_shared():
             return Total(sums, losses, totals, num)
         if num_terms > 1 or self.reduction == "sum":
@@ -111,11 +111,12 @@ class WindowGraph:
         return int(weigh.get_concrete_function(self.layout.specs()).structured_outputs.shape[0])
 
     def _loop(
-        self, micro_batch: Callable[[tf.Tensor], list[Any]], num: Any, scales: tf.Tensor
+        self, micro_batch: Callable[[tf.Tensor], list[Any]], num: Any, micro_batch_size: int, scales: tf.Tensor
     ) -> tuple[list[Gradient], tf.Tensor]:
         variables = self.variables()
-        scale_spec = tf.TensorSpec(scales.shape[1:], WEIGHT)
-        like = self.micro.get_concrete_function(self.layout.specs(), scale_spec).structured_outputs[1]
+        traced = self.micro.get_concrete_function(self.layout.specs(), tf.TensorSpec(scales.shape[1:], WEIGHT))
+        at_once = memory.num_side_by_side(traced.graph, micro_batch_size)
+        like = traced.structured_outputs[1]
         kinds = {k: sum_like(g, v, num) for k, (g, v) in enumerate(zip(like, variables, strict=True)) if g is not None}
 
         def body(k: tf.Tensor, losses: tf.Tensor, state: dict[int, Any]) -> tuple[Any, ...]:
@@ -131,7 +132,7 @@ class WindowGraph:
             return (k + 1, *tf.cond(tf.reduce_any(scale > 0), add, lambda: (losses, dict(state))))
 
         start = (tf.constant(0), tf.zeros(scales.shape[1:], WEIGHT), {p: kind.start for p, kind in kinds.items()})
-        _, losses, state = tf.while_loop(lambda k, *_: k < num, body, start, parallel_iterations=1)
+        _, losses, state = tf.while_loop(lambda k, *_: k < num, body, start, parallel_iterations=at_once)
         return [kinds[p].finished(state[p]) if p in kinds else None for p in range(len(variables))], losses
 
     def _micro(self, tensors: Sequence[Any], scale: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:

@@ -1,0 +1,153 @@
+"""A window that is fed one micro-batch at a time, and may outlive a call: what is added up is in variables."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ..core.errors import OptionError, OrderError
+from ..core.step import Step
+from ..core.window import AccumulationSteps, steps_at
+from . import checks, gradients
+from .checks import WEIGHT
+from .gradients import Gradient
+from .sums import OTHER_VARIABLES, Sums
+from .update import Update
+
+
+class OpenWindow(tf.Module):
+    """Sums of gradients, and the step at the window's end."""
+
+    def __init__(self, update: Update, accumulation_steps: AccumulationSteps | None) -> None:
+        super().__init__(name="window")
+        self.update = update
+        self.strategy = update.strategy
+        self.reduction = update.reduction
+        self.accumulation_steps = accumulation_steps
+        self._sums: Sums | None = None
+        with self.strategy.scope():
+            self._told = tf.Variable(tf.zeros([5], WEIGHT), trainable=False, name="told")
+
+    def num_micro_batches(self) -> int:
+        """How many there are in the window so far; in eager code."""
+        return 0 if self._sums is None else int(self._sums.count.numpy())
+
+    def add(self, found: Sequence[Gradient], weight: Any = None, loss: Any = None) -> None:
+        """On a replica: one more micro-batch, and the step if it was the window's last."""
+        if self.accumulation_steps is None:
+            raise OptionError("add() does not know how long a window is: pass accumulation_steps=…")
+        if weight is None and self.reduction == "mean":
+            raise OptionError("add() needs weight=…: over how many samples or tokens the loss is a mean")
+        variables = self.update.variables_now()
+        checks.check_gradients(found, variables)
+        self._check_eager("add()")
+        context = tf.distribute.get_replica_context()
+        if context is None or context.num_replicas_in_sync != self.strategy.num_replicas_in_sync:
+            raise OrderError(
+                f"the model is on {self.strategy.num_replicas_in_sync} replicas: call add() in what strategy.run runs"
+            )
+        counted = checks.weight_at_hand(1 if weight is None else weight)
+        factor = tf.ones([], WEIGHT) if self.reduction == "sum" else counted
+        value = tf.cast(float("nan") if loss is None else loss, WEIGHT)
+        value = value if loss is None else tf.math.multiply_no_nan(value, factor)
+        if not self.update.is_ready or self._sums is None or not self._sums.fits(variables, 1):
+            context.merge_call(lambda _: self._prepare())
+        self.sums.add(gradients.weighted([gradients.widened(g) for g in found], factor), counted, value[None])
+        context.merge_call(lambda _: self._count())
+
+    def _prepare(self) -> None:
+        """Across replicas: makes what no replica can make by itself."""
+        with tf.init_scope():
+            self.sums_for(1)
+            self.update.prepare()
+
+    def _check_eager(self, call: str) -> None:
+        optimizer = self.update.optimizer
+        if not optimizer.runs_in_graph and not tf.executing_eagerly():
+            raise OptionError(
+                f"{type(optimizer.optimizer).__name__} steps in eager code only: call {call} outside of tf.function"
+            )
+
+    def flush(self) -> Step | None:
+        """Across replicas: the step of the window that is open, however short; in eager code None if none is."""
+        self._check_eager("flush()")
+        if not tf.executing_eagerly():
+            if self.sums.present():
+                tf.cond(self.sums.count > 0, self._close_told, lambda: None)
+            else:
+                tf.debugging.Assert(self.sums.count == 0, [OTHER_VARIABLES])
+            return None
+        if not self.num_micro_batches():
+            return None
+        self._close_told()
+        return self.last_step
+
+    @property
+    def last_step(self) -> Step | None:
+        """The step that `add` or `flush` made last; None before the first."""
+        told = self._told.numpy()
+        if not int(told[4]):
+            return None
+        return self.update.told(told[0:1], told[1:2], told[2], told[3], told[4])
+
+    @property
+    def sums(self) -> Sums:
+        """Those of the window that is open."""
+        return self.sums_for(1) if self._sums is None else self._sums
+
+    def sums_for(self, num_terms: int) -> Sums:
+        """Sums for the variables that are trained now."""
+        variables = self.update.variables_now()
+        if not variables:
+            raise OrderError("the model has no variables yet: call it on a batch once, then make the accumulator")
+        if self._sums is None or not self._sums.fits(variables, num_terms):
+            with tf.init_scope():
+                if self._sums is not None and self.num_micro_batches():
+                    raise OrderError(
+                        f"the trainable variables changed in the middle of a window ({len(self._sums.gradients)} then, "
+                        f"{len(variables)} now): call flush() before that"
+                    )
+                self._sums = Sums(variables, self.strategy, num_terms)
+        return self._sums
+
+    def _count(self) -> None:
+        """Across replicas: what each of them added is one micro-batch."""
+        self.sums.counted()
+        steps: Any = self.accumulation_steps
+        if callable(steps):
+            eager = tf.executing_eagerly()
+            steps = (
+                steps_at(steps, int(self.update.num_steps.numpy()))
+                if eager
+                else tf.cast(steps(self.update.num_steps), tf.int32)
+            )
+        tf.cond(self.sums.count >= steps, self._close_told, lambda: None)
+
+    def _close_told(self) -> None:
+        losses, total, norm, is_applied, num = self.close(None)
+        told = [tf.reduce_sum(losses), tf.reduce_sum(total), norm, is_applied, num]
+        self._told.assign(tf.stack([tf.cast(value, WEIGHT) for value in told]))
+
+    def close(self, total: tf.Tensor | None) -> Any:
+        """Across replicas: the step on what was added up. A total is given if that is divided by it already."""
+        present = self.sums.present()
+
+        def on_replica() -> Any:
+            found, weight, losses = self.sums.read(present)
+            by = total
+            if by is None:
+                by = weight[None]
+                if self.reduction == "mean":
+                    inverse = tf.math.divide_no_nan(tf.ones([], WEIGHT), weight)
+                    found, losses = gradients.scaled(found, inverse), losses * inverse
+            return (*self.update.finished(found, by), losses, by, tf.identity(self.sums.count))
+
+        try:
+            return self.update.applied(*self.strategy.run(on_replica))
+        finally:
+            self.clear()
+
+    def clear(self) -> None:
+        """Across replicas: leaves nothing of the window."""
+        self.strategy.run(self.sums.clear)
+        self.sums.cleared()
