@@ -38,11 +38,11 @@ class Step:
     __slots__ = (
         "_grad_norm",
         "_is_applied",
+        "_num_micro_batches",
         "_terms",
         "_weight",
         "micro_batch_size",
         "noise_scale",
-        "num_micro_batches",
         "reduction",
     )
     terms = _Fetched()
@@ -51,6 +51,8 @@ class Step:
     """The total weight of the batch; a tuple where the loss has several terms."""
     grad_norm = _Fetched()
     """The norm of the whole gradient, before clipping."""
+    num_micro_batches = _Fetched()
+    """How many the batch was cut into, or the window had; on all replicas together."""
     is_applied = _Fetched()
     """False if the parameters were left alone: the weight was zero or the gradient not finite."""
 
@@ -60,7 +62,7 @@ class Step:
         terms: Terms | Callable[[], Terms],
         weight: Any,
         grad_norm: float | Callable[[], float],
-        num_micro_batches: int,
+        num_micro_batches: int | Callable[[], int],
         micro_batch_size: int | None,
         is_applied: bool | Callable[[], bool],
         reduction: Reduction = "mean",

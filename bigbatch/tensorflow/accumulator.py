@@ -130,7 +130,7 @@ class Accumulator(tf.Module):
             raise
 
     def _told(self, found: Any) -> Step:
-        return self._update.told(*found, micro_batch_size=self.micro_batch_size)
+        return self._update.told(found, self.micro_batch_size)
 
     def _spread(self, batch: Any) -> tuple[nest.Layout, list[Any]]:
         """The batch's layout, and its tensors: one part for each replica where there are several."""

@@ -88,7 +88,7 @@ class OpenWindow(tf.Module):
         told = self._told.numpy()
         if not int(told[4]):
             return None
-        return self.update.told(told[0:1], told[1:2], told[2], told[3], told[4])
+        return self.update.told((told[0:1], told[1:2], *told[2:]))
 
     @property
     def sums(self) -> Sums:

@@ -88,15 +88,14 @@ class Update(tf.Module):
         self.num_steps.assign_add(1)
         return losses, total, norm, has_weight & is_finite, num
 
-    def told(
-        self, losses: Any, total: Any, norm: Any, is_applied: Any, num: Any, micro_batch_size: int | None = None
-    ) -> Step:
+    def told(self, found: Any, micro_batch_size: int | None = None) -> Step:
         """What `applied` returned, for the user."""
+        losses, total, norm, is_applied, num = found
         return Step(
             terms=lambda: tuple(map(float, losses)),
             weight=lambda: from_terms(tuple(map(float, total))),
             grad_norm=lambda: float(norm),
-            num_micro_batches=int(num),
+            num_micro_batches=lambda: int(num),
             micro_batch_size=micro_batch_size,
             is_applied=lambda: bool(is_applied),
             reduction=self.reduction,
