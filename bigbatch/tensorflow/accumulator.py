@@ -152,11 +152,13 @@ class Accumulator(tf.Module):
         self, name: Any, make: Callable[..., Any], layout: nest.Layout, tensors: Sequence[Any], *more: tf.TypeSpec
     ) -> Any:
         """A graph for this kind of batch, of any size; made once."""
-        key = (name, layout.key, more, tuple(map(id, self.model.trainable_variables)))
+        in_python = tf.config.functions_run_eagerly()  # to be looked into
+        key = (name, layout.key, more, tuple(map(id, self.model.trainable_variables)), in_python)
         made = self._graphs.made
         if key not in made:
             specs = [*more, *map(replicas.any_size, tensors)]
-            made[key] = tf.function(make(layout), input_signature=specs, autograph=False).get_concrete_function()
+            function = tf.function(make(layout), input_signature=specs, autograph=False)
+            made[key] = function if in_python else function.get_concrete_function()  # which is cheaper to call
         return made[key]
 
     def _window_graph(self, layout: nest.Layout) -> WindowGraph:
