@@ -21,9 +21,9 @@ from bigbatch.tensorflow import Accumulator
 from .tables import RESULTS, about, markdown_table, write_table
 from .timing import compare, interleaved
 
-ROUNDS = 100
-WARMUP = 5
-STEPS = 10
+ROUNDS = 40
+WARMUP = 2
+STEPS = 25
 """In a turn: training makes one step after the other, and the first after another contestant's is slower."""
 BATCH_SIZE, MICRO_BATCH_SIZE = 256, 32
 FULL = "full batch, one `tf.function`"
