@@ -7,10 +7,10 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 export TF_CPP_MIN_LOG_LEVEL := 3
 
-.PHONY: demo test check format bench exactness clean
+.PHONY: demo test check format bench exactness pictures clean
 
 demo: .venv/demo
-	$(BIN)/python examples/digits.py
+	$(BIN)/bigbatch train digits
 
 # Frameworks fight in one process, so each is tested in its own.
 test: .venv/test
@@ -20,6 +20,10 @@ test: .venv/test
 	KERAS_BACKEND=tensorflow $(PYTEST) tests/keras
 	KERAS_BACKEND=jax $(PYTEST) tests/keras
 	KERAS_BACKEND=torch $(PYTEST) tests/keras
+	$(PYTEST) tests/tasks/test_torch.py
+	$(PYTEST) tests/tasks/test_tensorflow.py
+	$(PYTEST) tests/tasks/test_keras.py
+	$(PYTEST) tests/cli
 	$(PYTEST) tests/docs
 
 check: .venv/check
@@ -40,6 +44,10 @@ bench: .venv/bench
 exactness: .venv/bench
 	$(BIN)/python -m benchmarks.exactness
 	$(BIN)/python -m benchmarks.exactness_tensorflow
+
+# Makes the pictures of docs/command-line.md; needs Chromium.
+pictures: .venv/test
+	$(BIN)/python docs/make_pictures.py
 
 .venv/pip: constraints.txt
 	$(PYTHON) -m venv .venv

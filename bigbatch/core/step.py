@@ -1,5 +1,6 @@
 """What a step did, and the steps of a run."""
 
+import inspect
 import json
 import math
 import os
@@ -50,7 +51,7 @@ class Step:
     weight = _Fetched()
     """The total weight of the batch; a tuple where the loss has several terms."""
     grad_norm = _Fetched()
-    """The norm of the whole gradient, before clipping."""
+    """The norm of the whole gradient, before clipping; None if nobody measured it."""
     num_micro_batches = _Fetched()
     """How many the batch was cut into, or the window had; on all replicas together."""
     is_applied = _Fetched()
@@ -61,7 +62,7 @@ class Step:
         *,
         terms: Terms | Callable[[], Terms],
         weight: Any,
-        grad_norm: float | Callable[[], float],
+        grad_norm: float | Callable[[], float] | None,
         num_micro_batches: int | Callable[[], int],
         micro_batch_size: int | None,
         is_applied: bool | Callable[[], bool],
@@ -100,10 +101,14 @@ class Step:
     def __repr__(self) -> str:
         applied = "" if self.is_applied else ", not applied"
         size = "" if self.micro_batch_size is None else f" of {self.micro_batch_size}"
+        norm = "" if self.grad_norm is None else f" grad_norm={self.grad_norm:.4g},"
         return (
-            f"Step(loss={self.loss:.6g}, weight={self.weight}, grad_norm={self.grad_norm:.4g}, "
+            f"Step(loss={self.loss:.6g}, weight={self.weight},{norm} "
             f"{self.num_micro_batches} micro-batch{'es' * (self.num_micro_batches != 1)}{size}{applied})"
         )
+
+
+STEP = frozenset(inspect.signature(Step).parameters)
 
 
 class History:
@@ -149,7 +154,7 @@ class History:
         try:
             with part.open("w", encoding="utf-8") as file:
                 for record in self._records():
-                    file.write(json.dumps(_to_json(record), allow_nan=False) + "\n")
+                    file.write(json.dumps(to_json(record), allow_nan=False) + "\n")
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
@@ -164,7 +169,7 @@ class History:
             raise StateError(f"{path} is no history, since it is no text: {error}") from error
         for number, line in enumerate(lines, 1):
             try:
-                history._append_record(_from_json(json.loads(line)))
+                history._append_record(from_json(json.loads(line)))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise StateError(f"line {number} of {path} is no step of a history: {error}") from error
         return history
@@ -186,7 +191,7 @@ class History:
         if isinstance(record["weight"], list):
             record["weight"] = tuple(record["weight"])
         check_weight(as_terms(record["weight"]), of="the step")
-        step = Step(**record)
+        step = Step(**{name: value for name, value in record.items() if name in STEP})  # others may add to the line
         while len(self._epochs) <= epoch:
             self.end_epoch()
         self.append(step)
@@ -229,18 +234,18 @@ def _plain(number: Any) -> Any:
     return number.item() if hasattr(number, "item") else number
 
 
-def _to_json(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """JSON knows no infinity and no NaN: they travel as text."""
     if isinstance(value, dict):
-        return {key: _to_json(item) for key, item in value.items()}
+        return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_to_json(item) for item in value]
+        return [to_json(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _from_json(value: Any) -> Any:
+def from_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _from_json(item) for key, item in value.items()}
+        return {key: from_json(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_from_json(item) for item in value]
+        return [from_json(item) for item in value]
     return float(value) if value in ("nan", "inf", "-inf") else value

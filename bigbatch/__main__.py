@@ -1,0 +1,5 @@
+"""`python -m bigbatch`."""
+
+from .cli import main
+
+main()

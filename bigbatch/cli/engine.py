@@ -1,0 +1,91 @@
+"""What a run asks of a framework."""
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..core.errors import MissingExtraError
+from ..core.step import Step
+from ..core.verification import Verification
+from .config import Config
+from .errors import TaskError
+from .task import Task, their_own_errors
+
+
+class Engine(Protocol):
+    """A model, its optimizer, and the accumulation over batches."""
+
+    device: str
+
+    def step(self, batch: Any) -> Step:
+        """One step on a batch of the task."""
+
+    def set_lr(self, lr: float) -> None: ...
+
+    def num_samples(self, batch: Any) -> int: ...
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Everything that the model has learned, by name."""
+
+    def scores(self) -> dict[str, float]:
+        """What the task's evaluate says."""
+
+    def peak_bytes(self) -> int | None:
+        """What training added to the memory in use, at its peak."""
+
+    def save(self, folder: Path) -> None:
+        """All that is needed to go on, in files."""
+
+    def load(self, folder: Path) -> None: ...
+
+    def verify(self, batch: Any) -> Verification: ...
+
+
+def make_engine(task: Task, config: Config) -> Engine:
+    """The engine of the task's framework, which is imported here and not before."""
+    random.seed(config.seed)
+    np.random.seed(config.seed)
+    try:
+        match task.framework:
+            case "torch":
+                from .torch_engine import TorchEngine
+
+                return TorchEngine(task, config)
+            case "tensorflow":
+                from .tensorflow_engine import TensorFlowEngine
+
+                return TensorFlowEngine(task, config)
+            case _:
+                from .keras_engine import KerasEngine
+
+                return KerasEngine(task, config)
+    except ModuleNotFoundError as error:
+        if error.name != task.framework:
+            raise
+        raise MissingExtraError(
+            f'{task.name} needs {task.framework}: pip install "bigbatch[{task.framework}]"'
+        ) from error
+
+
+def scores_of(task: Task, model: Any) -> dict[str, float]:
+    """What evaluate returned, as plain numbers."""
+    if task.evaluate is None:
+        return {}
+    with their_own_errors():
+        found = task.evaluate(model)
+    if not isinstance(found, Mapping):
+        raise TaskError(
+            f"evaluate() of {task.name} returned a {type(found).__name__}: return a dict such as {{'accuracy': 0.98}}"
+        )
+    return {str(name): float(value) for name, value in found.items()}
+
+
+def check_kind(task: Task, model: Any, kind: type) -> None:
+    if not isinstance(model, kind):
+        raise TaskError(
+            f"model() of {task.name} returned a {type(model).__name__}: return a {kind.__module__.split('.')[0]} "
+            f"{kind.__name__}"
+        )

@@ -1,0 +1,156 @@
+"""Tasks of Keras: a model that is compiled and fitted, step by step."""
+
+import inspect
+import math
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from ..core.errors import OptionError
+from ..core.step import Step
+from ..core.verification import Verification, judge, relative_error
+from ..keras import accumulate
+from .config import Config
+from .engine import check_kind, scores_of
+from .errors import TaskError
+from .memory import HostPeak
+from .task import Task, call_with, their_own_errors
+
+POLICIES = {"float32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
+TOLERANCE = 1e-4  # a step is taken in float32
+
+
+class KerasEngine:
+    """As engine.py wants it. A step is a step of `fit`."""
+
+    def __init__(self, task: Task, config: Config) -> None:
+        self.task = task
+        if config.device not in (None, "cpu"):
+            raise OptionError(f"--device {config.device} is for torch and tensorflow: Keras takes its backend's own")
+        self.device = f"{keras.backend.backend()}'s own"
+        keras.utils.set_random_seed(config.seed)
+        keras.config.set_dtype_policy(POLICIES[config.precision])
+        self.micro_batch_size = config.micro_batch_size
+        self.model = self._make_model()
+        if not self.model.compiled:
+            optimizer = make_optimizer(task, self.model, config)
+            if config.clip_norm is not None:
+                inner(optimizer).global_clipnorm = config.clip_norm
+            self.model.compile(optimizer=optimizer, loss=task.loss)
+        with their_own_errors():
+            accumulate(self.model, config.micro_batch_size)
+        self._peak = HostPeak()
+
+    def _make_model(self) -> Any:
+        with their_own_errors():
+            model = self.task.model()
+        check_kind(self.task, model, keras.Model)
+        return model
+
+    def step(self, batch: Any) -> Step:
+        num = self.num_samples(batch)
+        before = int(inner(self.model.optimizer).iterations.numpy())
+        with their_own_errors():
+            self.model.reset_metrics()
+            loss = float(self.model.train_on_batch(*batch, return_dict=True)["loss"])
+        return Step(
+            terms=(loss,),
+            weight=num,
+            grad_norm=None,
+            num_micro_batches=-(-num // self.micro_batch_size),
+            micro_batch_size=self.micro_batch_size,
+            is_applied=int(inner(self.model.optimizer).iterations.numpy()) > before,
+        )
+
+    def set_lr(self, lr: float) -> None:
+        inner(self.model.optimizer).learning_rate = lr
+
+    def num_samples(self, batch: Any) -> int:
+        if not isinstance(batch, tuple) or not 2 <= len(batch) <= 3:
+            raise TaskError(
+                f"batches() of {self.task.name} gives a {type(batch).__name__}: give (x, y) or (x, y, sample_weight)"
+            )
+        return len(keras.tree.flatten(batch[0])[0])
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return weights_of(self.model)
+
+    def scores(self) -> dict[str, float]:
+        return scores_of(self.task, self.model)
+
+    def peak_bytes(self) -> int | None:
+        return self._peak.num_bytes()
+
+    def save(self, folder: Path) -> None:
+        save_variables(folder, self.model, self.model.optimizer)
+
+    def load(self, folder: Path) -> None:
+        load_variables(folder, self.model, self.model.optimizer)
+
+    def verify(self, batch: Any) -> Verification:
+        """One step of SGD, whose update is the gradient, on two copies: the whole batch, and cut."""
+        num = self.num_samples(batch)
+        self.model.predict_on_batch(batch[0][:1])
+        start = self.model.get_weights()
+        moved = []
+        for size in (num, self.micro_batch_size):
+            model = self._make_model()
+            model.compile(optimizer=keras.optimizers.SGD(1.0), loss=self.task.loss)
+            with their_own_errors():
+                model.predict_on_batch(batch[0][:1])
+                model.set_weights(start)
+                accumulate(model, size).train_on_batch(*batch)
+            moved.append([v.numpy() - s for v, s in zip(model.weights, start, strict=True) if v.trainable])
+        names = [v.path for v in self.model.weights if v.trainable]
+        full, ours = moved
+        norms = [float(np.linalg.norm(g)) for g in full]
+        distances = [float(np.linalg.norm(a - b)) for a, b in zip(ours, full, strict=True)]
+        total = math.hypot(*norms)
+        errors = {
+            name: relative_error(distance, norm, total)
+            for name, distance, norm in zip(names, distances, norms, strict=True)
+        }
+        causes = ["the gradients are those of a step of fit in float32, so they agree to about 1e-6 at best"]
+        layers = [layer for layer in self.model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+        if layers:
+            causes.append(f"{', '.join(layer.name for layer in layers)} normalise by the micro-batch")
+        return judge(errors, causes, TOLERANCE, math.hypot(*distances) / total if total else 0.0)
+
+
+def make_optimizer(task: Task, model: Any, config: Config) -> Any:
+    """The task's, or Adam; scaled for float16."""
+    lr = config.scaled_lr
+    if task.optimizer is None:
+        optimizer = keras.optimizers.Adam(lr)
+    else:
+        with their_own_errors():
+            optimizer = call_with(task.optimizer, {"model": model, "lr": lr})
+        if "lr" not in inspect.signature(task.optimizer).parameters:
+            inner(optimizer).learning_rate = lr
+    if config.precision == "fp16" and not hasattr(optimizer, "inner_optimizer"):
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    return optimizer
+
+
+def inner(optimizer: Any) -> Any:
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def weights_of(model: Any) -> dict[str, np.ndarray]:
+    """By path; not the seeds of random layers."""
+    return {getattr(v, "path", v.name): np.asarray(v) for v in getattr(model, "weights", model.variables)}
+
+
+def save_variables(folder: Path, model: Any, optimizer: Any) -> None:
+    variables = [*model.variables, *optimizer.variables]
+    np.savez(folder / "state.npz", *(np.asarray(v) for v in variables))
+
+
+def load_variables(folder: Path, model: Any, optimizer: Any) -> None:
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    with np.load(folder / "state.npz", allow_pickle=False) as state:
+        for variable, name in zip([*model.variables, *optimizer.variables], state.files, strict=True):
+            variable.assign(state[name])

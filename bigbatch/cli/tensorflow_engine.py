@@ -1,0 +1,87 @@
+"""Tasks of TensorFlow."""
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ..core.errors import BatchError, OptionError
+from ..core.step import Step
+from ..core.verification import Verification
+from ..tensorflow import Accumulator, nest, verify
+from .config import Config
+from .engine import check_kind, scores_of
+from .keras_engine import POLICIES, load_variables, make_optimizer, save_variables, weights_of
+from .memory import HostPeak
+from .task import Task, their_own_errors
+
+
+class TensorFlowEngine:
+    """As engine.py wants it."""
+
+    def __init__(self, task: Task, config: Config) -> None:
+        self.task = task
+        self.device = device_of(config.device)
+        keras.utils.set_random_seed(config.seed)
+        keras.config.set_dtype_policy(POLICIES[config.precision])
+        with tf.device(self.device), their_own_errors():
+            self.model = task.model()
+        check_kind(task, self.model, tf.Module if not isinstance(self.model, keras.Model) else keras.Model)
+        self.optimizer = make_optimizer(task, self.model, config)
+        self.micro_batch_size = config.micro_batch_size
+        with tf.device(self.device):
+            self.accumulator = Accumulator(
+                self.model,
+                self.optimizer,
+                task.loss,
+                micro_batch_size=config.micro_batch_size,
+                weight=task.weight,
+                clip_norm=config.clip_norm,
+            )
+        self._peak = HostPeak()
+
+    def step(self, batch: Any) -> Step:
+        with tf.device(self.device), their_own_errors():
+            return self.accumulator.step(batch)
+
+    def set_lr(self, lr: float) -> None:
+        inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        inner.learning_rate = lr
+
+    def num_samples(self, batch: Any) -> int:
+        return nest.batch_size(nest.Layout(batch))
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return weights_of(self.model)
+
+    def scores(self) -> dict[str, float]:
+        return scores_of(self.task, self.model)
+
+    def peak_bytes(self) -> int | None:
+        if "GPU" in self.device:
+            return int(tf.config.experimental.get_memory_info(self.device)["peak"])
+        return self._peak.num_bytes()
+
+    def save(self, folder: Path) -> None:
+        save_variables(folder, self.model, self.optimizer)
+
+    def load(self, folder: Path) -> None:
+        if not self.model.trainable_variables:
+            raise BatchError("the model has no variables before its first batch: give its layers an Input to resume")
+        load_variables(folder, self.model, self.optimizer)
+
+    def verify(self, batch: Any) -> Verification:
+        with tf.device(self.device), their_own_errors():
+            return verify(self.model, batch, self.task.loss, self.micro_batch_size, weight=self.task.weight)
+
+
+def device_of(name: str | None) -> str:
+    names = {device.device_type: device.name for device in tf.config.list_logical_devices()}
+    if name is None:
+        return names.get("GPU", names["CPU"]).replace("/device:", "/")
+    wanted = {"cuda": "GPU", "gpu": "GPU", "cpu": "CPU"}.get(name.lower(), name)
+    if wanted not in names:
+        raise OptionError(f"--device {name} cannot be used here: TensorFlow sees {', '.join(sorted(names))}")
+    return names[wanted].replace("/device:", "/")

@@ -1,0 +1,147 @@
+"""Tasks of PyTorch."""
+
+import copy
+import inspect
+import io
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import default_convert
+
+from ..core.errors import OptionError
+from ..core.step import Step
+from ..core.verification import Verification
+from ..core.weight import as_terms
+from ..torch import Accumulator, nest, verify
+from .config import Config
+from .engine import check_kind, scores_of
+from .errors import TaskError
+from .memory import HostPeak
+from .task import Task, call_with, their_own_errors
+
+
+class TorchEngine:
+    """As engine.py wants it."""
+
+    def __init__(self, task: Task, config: Config) -> None:
+        self.task = task
+        self._device = device_of(config.device)
+        self.device = str(self._device)
+        torch.manual_seed(config.seed)
+        with their_own_errors():
+            self.model = task.model()
+        check_kind(task, self.model, nn.Module)
+        self.model.to(self._device)
+        self.optimizer = self._make_optimizer(config.scaled_lr)
+        self._lrs = [group["lr"] / config.scaled_lr for group in self.optimizer.param_groups]
+        self.micro_batch_size = config.micro_batch_size
+        self.accumulator = Accumulator(
+            self.model,
+            self.optimizer,
+            task.loss,
+            micro_batch_size=config.micro_batch_size,
+            weight=task.weight,
+            clip_norm=config.clip_norm,
+            precision=None if config.precision == "float32" else config.precision,
+        )
+        self._peak: HostPeak | None = None
+
+    def _make_optimizer(self, lr: float) -> torch.optim.Optimizer:
+        if self.task.optimizer is None:
+            return torch.optim.AdamW(self.model.parameters(), lr)
+        with their_own_errors():
+            optimizer = call_with(self.task.optimizer, {"model": self.model, "lr": lr})
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TaskError(
+                f"optimizer() of {self.task.name} returned a {type(optimizer).__name__}: return a torch.optim.Optimizer"
+            )
+        if "lr" not in inspect.signature(self.task.optimizer).parameters:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        return optimizer
+
+    def step(self, batch: Any) -> Step:
+        batch = self._on_device(batch)
+        if self._peak is None:
+            self._warm_up(batch)
+            self._peak = HostPeak()
+            if self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
+                self._before = torch.cuda.memory_allocated(self._device)
+        with their_own_errors():
+            return self.accumulator.step(batch)
+
+    def _warm_up(self, batch: Any) -> None:
+        """Two samples through a copy of the model: what libraries keep for themselves is not the training's memory."""
+        with suppress(Exception), torch.random.fork_rng():  # what is wrong will show in the step
+            found = self.task.loss(copy.deepcopy(self.model), nest.cut(batch, 2)[0][0])
+            torch.autograd.backward(list(as_terms(found)))
+
+    def _on_device(self, batch: Any) -> Any:
+        return nest.map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), default_convert(batch))
+
+    def set_lr(self, lr: float) -> None:
+        """Groups whose rates differ keep their ratios."""
+        for group, ratio in zip(self.optimizer.param_groups, self._lrs, strict=True):
+            group["lr"] = lr * ratio
+
+    def num_samples(self, batch: Any) -> int:
+        return nest.batch_size(default_convert(batch))
+
+    def weights(self) -> dict[str, np.ndarray]:
+        def as_array(tensor: torch.Tensor) -> np.ndarray:
+            tensor = tensor.detach().cpu()
+            return (tensor.float() if tensor.dtype in (torch.bfloat16,) else tensor).numpy()
+
+        return {name: as_array(tensor) for name, tensor in self.model.state_dict().items()}
+
+    def scores(self) -> dict[str, float]:
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return scores_of(self.task, self.model)
+        finally:
+            self.model.train()
+
+    def peak_bytes(self) -> int | None:
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device) - self._before)
+        return None if self._peak is None else self._peak.num_bytes()
+
+    def save(self, folder: Path) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "accumulator": self.accumulator.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        (folder / "state.pt").write_bytes(buffer.getbuffer())  # torch itself gives no OSError for a full disk
+
+    def load(self, folder: Path) -> None:
+        state = torch.load(folder / "state.pt", weights_only=True, map_location=self._device)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.accumulator.load_state_dict(state["accumulator"])
+        torch.set_rng_state(state["random"].cpu())
+
+    def verify(self, batch: Any) -> Verification:
+        batch = self._on_device(batch)
+        with their_own_errors():
+            return verify(self.model, batch, self.task.loss, self.micro_batch_size, weight=self.task.weight)
+
+
+def device_of(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(f"--device {name} cannot be used here ({str(error).splitlines()[0]}): pass cpu") from error
+    return device

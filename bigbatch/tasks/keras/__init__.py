@@ -1,0 +1,1 @@
+"""The built-in tasks in Keras, on all of its backends."""

@@ -1,0 +1,1 @@
+"""The built-in tasks in TensorFlow, with layers of Keras."""

@@ -1,0 +1,77 @@
+"""`bigbatch verify`, `doctor`, `--version`, and the built-in tasks of every framework."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bigbatch
+
+from .command import BIGBATCH, history_of, run, train, write_task
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"bigbatch {bigbatch.__version__}\n"
+    command = [sys.executable, "-m", "bigbatch", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == f"bigbatch {bigbatch.__version__}\n"
+
+
+def test_doctor_names_what_is_there() -> None:
+    done = run("doctor")
+    assert done.returncode == 0, done.stderr
+    for text in ("torch", "tensorflow", "keras", "jax", "cpu", bigbatch.__version__):
+        assert text in done.stdout
+
+
+def test_without_the_extra_there_is_one_sentence(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['typer'] = None; from bigbatch.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip() == 'bigbatch: the command line needs typer: pip install "bigbatch[cli]"'
+
+
+def test_verify_says_exact(tmp_path: Path) -> None:
+    done = run("verify", write_task(tmp_path), "--micro-batch-size", 5)
+    assert done.returncode == 0, done.stderr
+    assert "exact: the largest error is" in done.stdout
+    assert "NOT" not in done.stdout
+    assert "0.weight" in done.stdout
+
+
+def test_verify_says_why_not(tmp_path: Path) -> None:
+    task = write_task(tmp_path, "\ndef weight(micro_batch):\n    return 1\n")
+    done = run("verify", task, "--micro-batch-size", 5)
+    assert done.returncode == 1, done.stderr
+    assert "NOT exact" in done.stdout
+    assert "\n- " in done.stdout
+    done = run("verify", task, "--micro-batch-size", 5, "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert not found["is_exact"]
+    assert found["max_error"] == max(found["errors"].values()) > 1e-3
+
+
+@pytest.mark.parametrize(("framework", "name"), [("torch", "text"), ("tensorflow", "digits"), ("keras", "text")])
+def test_built_in_tasks(framework: str, name: str, tmp_path: Path) -> None:
+    """Equal weights after a few steps of accumulated and full batch."""
+    summary = train(name, tmp_path / name, "--framework", framework, "--steps", 3)
+    assert summary["framework"] == framework
+    assert summary["comparison"]["max_weight_difference"] < 1e-3  # Adam magnifies rounding where gradients vanish
+    assert summary["comparison"]["max_loss_difference"] < 1e-5
+    assert summary["verification"]["is_exact"]
+    assert [step["is_applied"] for step in history_of(tmp_path / name)] == [True] * 3
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras"])
+def test_batch_norm_is_named(framework: str) -> None:
+    done = run("verify", "digits-batchnorm", "--framework", framework, "--json")
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["max_error"] > 1e-3
+    assert any("ormali" in cause for cause in found["causes"])
+
+
+def test_the_command_is_installed() -> None:
+    assert BIGBATCH.exists()

@@ -1,0 +1,173 @@
+"""Whatever is wrong gets one sentence, an exit code, and no traceback of ours."""
+
+import resource
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .command import BIGBATCH, environment, run, write_task
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *texts: str, code: int = 2) -> None:
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    for text in texts:
+        assert text in " ".join(done.stderr.split()), done.stderr
+
+
+BAD_TASKS = {
+    "no loss": ("import torch\ndef model(): ...\ndef batches(batch_size): ...\n", "defines no loss()", "def loss("),
+    "loss is a number": (
+        "import torch\nloss = 3\ndef model(): ...\ndef batches(batch_size): ...\n",
+        "loss of task is a int and no function",
+        "def loss(",
+    ),
+    "no framework": ("def model(): ...\n", "imports none of torch, tensorflow, keras", "import torch"),
+    "jax": ("import jax\n", "imports jax, for which the command line has no tasks yet"),
+    "a model that is none": (
+        "import torch\ndef model(): return 'me'\ndef batches(): return [torch.ones(4)]\ndef loss(m, b): ...\n",
+        "model() of task returned a str: return a torch Module",
+    ),
+    "no batches": (
+        "import torch\ndef model(): return torch.nn.Linear(1, 1)\ndef batches(): return []\ndef loss(m, b): ...\n",
+        "gave 0 batches in epoch 1",
+    ),
+    "batches that are none": (
+        "import torch\ndef model(): return torch.nn.Linear(1, 1)\ndef batches(): return 3\ndef loss(m, b): ...\n",
+        "batches() of task returned a int",
+    ),
+    "defaults that train does not know": (
+        "import torch\ndefaults = {'batchsize': 3}\ndef model(): ...\ndef batches(): ...\ndef loss(m, b): ...\n",
+        "has an option 'batchsize' that train does not know",
+    ),
+    "a schedule without an end": (
+        "import torch\ndefaults = {'schedule': 'cosine'}\ndef model(): return torch.nn.Linear(1, 1)\n"
+        "def batches(batch_size):\n    yield torch.ones(4, 1)\ndef loss(m, b): return m(b).mean()\n",
+        "needs to know the number of steps",
+        "pass --steps",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TASKS)
+def test_bad_tasks(name: str, tmp_path: Path) -> None:
+    code, *texts = BAD_TASKS[name]
+    task = tmp_path / "task.py"
+    task.write_text(code)
+    assert_refused(run("train", task, "--out", tmp_path / "run"), *texts)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_tasks_that_are_not_there(tmp_path: Path) -> None:
+    assert_refused(run("train", "no-such-task"), "there is no task no-such-task", "digits, digits-batchnorm, text")
+    (tmp_path / "task.txt").write_text("")
+    assert_refused(run("train", tmp_path / "task.txt"), "is no Python file")
+    assert_refused(run("train", write_task(tmp_path), "--framework", "keras"), "imports torch but --framework is keras")
+    assert_refused(run("train", "digits", "--framework", "jax"), "there is no digits for jax")
+
+
+OWN = {
+    "when it is read": ("1 +\n", "SyntaxError"),
+    "when it is run": ("import no_such_module\n", "No module named 'no_such_module'"),
+    "in model()": ("\ndef model():\n    raise ValueError('my own mistake')\n", "my own mistake"),
+    "in loss()": ("\ndef loss(model, batch):\n    return unknown_name\n", "unknown_name"),
+    "in batches()": ("\ndef batches():\n    yield batches_go_wrong\n", "batches_go_wrong"),
+    "in evaluate()": ("\ndef evaluate(model):\n    return {}['nothing']\n", "KeyError: 'nothing'"),
+}
+
+
+@pytest.mark.parametrize("place", OWN)
+def test_what_a_task_raises_is_shown_as_its_own(place: str, tmp_path: Path) -> None:
+    code, text = OWN[place]
+    done = run("train", write_task(tmp_path, code), "--out", tmp_path / "run", "--no-compare")
+    assert done.returncode == 3, done.stderr
+    assert text in done.stderr
+    assert "tiny.py" in done.stderr
+    assert "bigbatch/cli" not in done.stderr
+    assert "bigbatch/torch" not in done.stderr
+
+
+BAD_NUMBERS: dict[str, tuple[list[Any], str]] = {
+    "no batch": (["--batch-size", 0], "--batch-size"),
+    "a micro-batch larger than the batch": (
+        ["--batch-size", 8, "--micro-batch-size", 12],
+        "is larger than --batch-size 8",
+    ),
+    "auto": (["--micro-batch-size", "auto"], '"auto" is not there yet'),
+    "half": (["--micro-batch-size", "2.5"], "--micro-batch-size"),
+    "no rate": (["--lr", "nan"], "--lr must be a number above zero, not nan"),
+    "a negative rate": (["--lr", "-1"], "--lr must be a number above zero"),
+    "no clipping": (["--clip-norm", 0], "--clip-norm must be a number above zero"),
+    "epochs and steps": (["--epochs", 2, "--steps", 3], "--epochs 2 and --steps 3 are both given"),
+    "no base": (["--lr-scaling", "linear"], "needs --base-batch-size"),
+    "an unknown schedule": (["--schedule", "sawtooth"], "--schedule must be one of constant, cosine, linear"),
+    "an unknown precision": (["--precision", "int3"], "--precision must be one of float32, bf16, fp16"),
+    "a negative seed": (["--seed", -1], "--seed must be a whole number"),
+    "an unknown device": (["--device", "abacus"], "--device abacus cannot be used here"),
+    "an unknown option": (["--bach-size", 3], "No such option"),
+    "a word for a number": (["--epochs", "many"], "--epochs"),
+    "resume and out": (["--resume", "somewhere"], "leave out --out and --config"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_NUMBERS)
+def test_bad_numbers(name: str, tmp_path: Path) -> None:
+    arguments, text = BAD_NUMBERS[name]
+    assert_refused(run("train", write_task(tmp_path), "--out", tmp_path / "run", *arguments), text)
+    assert not (tmp_path / "run" / "history.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("batch_size = ", "is no TOML file"),
+        ("bach_size = 3", "has an option 'bach_size'"),
+        ('lr = "big"', "--lr must be"),
+    ],
+)
+def test_bad_config_files(text: str, told: str, tmp_path: Path) -> None:
+    config = tmp_path / "options.toml"
+    config.write_text(text)
+    assert_refused(run("train", write_task(tmp_path), "--config", config), told)
+
+
+def test_a_config_file_that_is_not_there(tmp_path: Path) -> None:
+    assert_refused(run("train", write_task(tmp_path), "--config", tmp_path / "no.toml"), "cannot read", "no.toml")
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert_refused(run("train", write_task(tmp_path), "--out", file / "run"), "Not a directory", "--out", code=4)
+    assert file.read_text() == "mine"
+
+
+def test_a_spent_disk(tmp_path: Path) -> None:
+    def little_space() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+
+    done = run("train", write_task(tmp_path), "--out", tmp_path / "run", preexec_fn=little_space)
+    assert_refused(done, "File too large", code=4)
+    assert not list((tmp_path / "run").glob("*.part"))
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_resuming_what_is_no_run(tmp_path: Path) -> None:
+    assert_refused(run("train", write_task(tmp_path), "--resume", tmp_path), "cannot read", "config.toml")
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["--help"], ["train", "--help"]], ids=" ".join)
+def test_a_closed_pipe(arguments: list[str]) -> None:
+    process = subprocess.Popen(
+        [str(BIGBATCH), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    told = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=120) in (0, 1, 141)
+    assert "Traceback" not in told
+    assert "Exception ignored" not in told

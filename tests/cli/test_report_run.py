@@ -1,0 +1,108 @@
+import json
+import math
+
+import pytest
+
+from bigbatch import StateError
+from bigbatch.cli.report import read_run, write_report
+
+from .runs import VERIFICATION, write_run
+
+# --- damaged folders -------------------------------------------------------------------------------------
+
+
+def test_what_a_run_folder_holds(tmp_path):
+    run = read_run(write_run(tmp_path / "run", change_record=lambda r: r.update(grad_norm="inf")))
+    assert run.config["batch_size"] == 256
+    assert run.summary["task"] == "digits"
+    assert [record["step"] for record in run.records] == list(range(48))
+    assert run.records[0]["grad_norm"] == math.inf
+    assert run.full_batch.summary["num_micro_batches"] == 1
+
+
+@pytest.mark.parametrize("end", ['{"step": 48, "ep', '{"step": 48, "name": "\u00e9'.encode()[:-1], b"\0\0\0"])
+def test_a_last_line_that_was_cut_off_is_left_out(tmp_path, end):
+    folder = write_run(tmp_path / "run")
+    with (folder / "history.jsonl").open("ab") as file:
+        file.write(end if isinstance(end, bytes) else end.encode())
+    assert len(read_run(folder).records) == 48
+
+
+def test_a_last_line_without_its_end_counts_if_it_is_whole(tmp_path):
+    folder = write_run(tmp_path / "run")
+    history = folder / "history.jsonl"
+    history.write_text(history.read_text().rstrip("\n"))
+    assert len(read_run(folder).records) == 48
+
+
+def test_no_run_folder(tmp_path):
+    with pytest.raises(StateError, match=r"absent is no folder: pass a run folder that `bigbatch train` wrote"):
+        read_run(tmp_path / "absent")
+    with pytest.raises(StateError, match="is no run folder, since it holds none of config"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["", "full_batch"])
+@pytest.mark.parametrize("name", ["config.toml", "history.jsonl", "summary.json"])
+def test_a_missing_file(tmp_path, part, name):
+    folder = write_run(tmp_path / "run")
+    (folder / part / name).unlink()
+    with pytest.raises(StateError, match=rf"{(folder / part / name)} is missing.*: train the run again"):
+        read_run(folder)
+
+
+def replaced(text, **values):
+    return json.dumps({**json.loads(text), **values})
+
+
+DAMAGE = {
+    "no TOML": ("config.toml", lambda text: text + "= 3\n"),
+    "no UTF-8": ("config.toml", lambda text: text.encode() + b"\xff"),
+    "no JSON": ("summary.json", lambda text: text[:-10]),
+    "empty": ("summary.json", lambda text: ""),
+    "a list": ("summary.json", lambda text: "[]"),
+    "too deep": ("summary.json", lambda text: "[" * 200_000),
+    "a key missing": ("summary.json", lambda text: text.replace('"num_steps"', '"steps"')),
+    "text for a number": ("summary.json", lambda text: text.replace('"seconds": ', '"seconds": "", "more": ', 1)),
+    "an unknown status": ("summary.json", lambda text: text.replace('"finished"', '"done"', 1)),
+    "true for a number": ("summary.json", lambda text: text.replace('"batch_size": 256', '"batch_size": true')),
+    "a score in words": ("summary.json", lambda text: text.replace("0.975", '"good"')),
+    "a comparison cut": ("summary.json", lambda text: text.replace('"worst_weight"', '"worst"')),
+    "a full batch in words": ("summary.json", lambda text: replaced(text, full_batch="no")),
+    "an error in words": ("summary.json", lambda text: text.replace("4.2e-16", '"small"')),
+    "causes in no list": ("summary.json", lambda text: replaced(text, verification={**VERIFICATION, "causes": "x"})),
+    "a line cut in half": ("history.jsonl", lambda text: text[:100] + "\n" + text[100:]),
+    "a step without loss": ("history.jsonl", lambda text: text.replace('"loss"', '"los"', 1)),
+    "a step in words": ("history.jsonl", lambda text: text.replace('"is_applied": true', '"is_applied": 1', 1)),
+    "an empty line": ("history.jsonl", lambda text: text + "\n"),
+    "a line that is no object": ("history.jsonl", lambda text: text + "3\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_file_is_named_with_the_remedy(tmp_path, kind):
+    folder = write_run(tmp_path / "run")
+    name, damage = DAMAGE[kind]
+    before = (folder / name).read_text()
+    after = damage(before)
+    assert after != before
+    (folder / name).write_bytes(after if isinstance(after, bytes) else after.encode())
+    with pytest.raises(StateError) as error:
+        write_report([folder], tmp_path / "report.html")
+    message = str(error.value)
+    assert message.startswith(f"{folder / name} is damaged (")
+    assert message.endswith("): train the run again, or leave its folder out")
+    assert "\n" not in message
+    assert len(message) < 400
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(folder), "read_bytes", refuse)
+    with pytest.raises(StateError, match=r"config.toml cannot be read \(Permission denied\)"):
+        read_run(folder)

@@ -1,0 +1,90 @@
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from bigbatch import BigBatchWarning
+from bigbatch.tasks import data
+from bigbatch.tasks.tensorflow import digits, digits_batchnorm, text
+from bigbatch.tensorflow import Accumulator
+
+from .checks import DATASETS, assert_batches, gap, ragged
+
+TASKS = {"digits": digits, "digits_batchnorm": digits_batchnorm, "text": text}
+
+
+def model_of(task):
+    keras.utils.set_random_seed(0)
+    return task.model()
+
+
+def gradients(task, **options):
+    """The gradient of one ragged batch: the full batch's, or accumulated; read off a step of SGD."""
+    model = model_of(task)
+    before = [v.numpy() for v in model.trainable_variables]
+    optimizer = keras.optimizers.SGD(1.0)
+    batch = ragged(task)
+    if options:
+        Accumulator(model, optimizer, task.loss, **options).step(batch)
+    else:
+        with tf.GradientTape() as tape:
+            value = task.loss(model, batch)
+        optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+    return [a - b.numpy() for a, b in zip(before, model.trainable_variables, strict=True)]
+
+
+@pytest.mark.parametrize("task", [digits, text])
+@pytest.mark.parametrize("micro_batch_size", [8, 16])
+def test_accumulation_is_exact(task, micro_batch_size):
+    ours = gradients(task, micro_batch_size=micro_batch_size, weight=getattr(task, "weight", None))
+    assert gap(ours, gradients(task)) < 1e-5
+
+
+def test_a_mean_of_means_is_not():
+    ours = gradients(text, micro_batch_size=8, weight=lambda micro_batch: 1)
+    assert gap(ours, gradients(text)) > 0.01
+
+
+def test_batch_norm_is_not_exact():
+    with pytest.warns(BigBatchWarning, match="normalise by the micro-batch"):
+        ours = gradients(digits_batchnorm, micro_batch_size=8)
+    assert gap(ours, gradients(digits_batchnorm)) > 0.01
+
+
+def test_batches_of_all_sizes_share_one_graph():
+    model = model_of(text)
+    accumulator = Accumulator(model, keras.optimizers.Adam(1e-3), text.loss, 8, weight=text.weight)
+    for (x, y), size in zip(text.batches(64, 0, 0), (64, 53, 9), strict=False):
+        accumulator.step((x[:size], y[:size]))
+    assert accumulator.num_traces == 1
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_batches(name):
+    assert_batches(TASKS[name], DATASETS[name]())
+
+
+def test_weight_is_the_bytes_that_are_predicted():
+    x, y = ragged(text)
+    assert int(text.weight((x, y))) == int((y != data.IGNORED).sum()) < y.size
+
+
+def test_text_does_not_see_what_it_predicts():
+    model = model_of(text)
+    x, _ = ragged(text)
+    changed = x.copy()
+    changed[:, 20:] = 7
+    ours, theirs = model.predict_on_batch(x), model.predict_on_batch(changed)
+    assert np.allclose(ours[:, :20], theirs[:, :20], atol=1e-5)
+    assert not np.allclose(ours[:, 20:], theirs[:, 20:], atol=1e-2)
+
+
+def test_untrained_scores():
+    assert 0.0 <= digits.evaluate(model_of(digits))["accuracy"] < 0.5
+    assert 0.0 <= digits_batchnorm.evaluate(model_of(digits_batchnorm))["accuracy"] < 0.5
+    assert 7.0 < text.evaluate(model_of(text))["bits_per_byte"] < 10.0
