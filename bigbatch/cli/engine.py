@@ -15,6 +15,10 @@ from .errors import TaskError
 from .task import Task, their_own_errors
 
 
+EPSILON = 1e-5
+"""Of Adam where the task has no optimizer: with its usual 1e-8 a weight whose gradient vanishes moves by rounding."""
+
+
 class Engine(Protocol):
     """A model, its optimizer, and the accumulation over batches."""
 

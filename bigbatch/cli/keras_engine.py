@@ -13,7 +13,7 @@ from ..core.step import Step
 from ..core.verification import Verification, judge, relative_error
 from ..keras import accumulate
 from .config import Config
-from .engine import check_kind, scores_of
+from .engine import EPSILON, check_kind, scores_of
 from .errors import TaskError
 from .memory import HostPeak
 from .task import Task, call_with, their_own_errors
@@ -123,7 +123,7 @@ def make_optimizer(task: Task, model: Any, config: Config) -> Any:
     """The task's, or Adam; scaled for float16."""
     lr = config.scaled_lr
     if task.optimizer is None:
-        optimizer = keras.optimizers.Adam(lr)
+        optimizer = keras.optimizers.Adam(lr, epsilon=EPSILON)
     else:
         with their_own_errors():
             optimizer = call_with(task.optimizer, {"model": model, "lr": lr})

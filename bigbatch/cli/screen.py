@@ -80,6 +80,11 @@ class Screen:
             )
         elif full is not None:
             self.note(f"no comparison with the full batch: {full['reason']}")
+        if found := summary["verification"]:
+            verdict = "exact" if found["is_exact"] else "NOT exact"
+            self.note(f"gradient of the first batch: {verdict}, the largest error is {found['max_error']:.1e}")
+            for cause in found["causes"]:
+                self.note(f"- {cause}")
         self.note(f"everything is in {folder}")
 
 
@@ -92,7 +97,7 @@ def closing_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows += [
         ("peak memory of training", size(summary["peak_bytes"]), size(full.get("peak_bytes"))),
         ("time", f"{summary['seconds']:.1f} s", f"{full['seconds']:.1f} s" if full.get("seconds") else "–"),
-        ("samples per second", number(summary["samples_per_second"]), number(full.get("samples_per_second"))),
+        ("samples per second", rate(summary["samples_per_second"]), rate(full.get("samples_per_second"))),
     ]
     return rows
 
@@ -113,6 +118,10 @@ def figures_of(record: Mapping[str, Any], peak_bytes: int | None) -> str:
 
 def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
+
+
+def rate(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}"
 
 
 def size(num_bytes: int | None) -> str:

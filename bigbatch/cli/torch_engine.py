@@ -18,7 +18,7 @@ from ..core.verification import Verification
 from ..core.weight import as_terms
 from ..torch import Accumulator, nest, verify
 from .config import Config
-from .engine import check_kind, scores_of
+from .engine import EPSILON, check_kind, scores_of
 from .errors import TaskError
 from .memory import HostPeak
 from .task import Task, call_with, their_own_errors
@@ -52,7 +52,7 @@ class TorchEngine:
 
     def _make_optimizer(self, lr: float) -> torch.optim.Optimizer:
         if self.task.optimizer is None:
-            return torch.optim.AdamW(self.model.parameters(), lr)
+            return torch.optim.AdamW(self.model.parameters(), lr, eps=EPSILON)
         with their_own_errors():
             optimizer = call_with(self.task.optimizer, {"model": self.model, "lr": lr})
         if not isinstance(optimizer, torch.optim.Optimizer):
