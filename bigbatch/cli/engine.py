@@ -14,7 +14,6 @@ from .config import Config
 from .errors import TaskError
 from .task import Task, their_own_errors
 
-
 EPSILON = 1e-5
 """Of Adam where the task has no optimizer: with its usual 1e-8 a weight whose gradient vanishes moves by rounding."""
 
