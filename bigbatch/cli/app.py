@@ -151,6 +151,8 @@ def train(
     }  # fmt: skip
     source = resume / CONFIG if resume is not None else config
     file = configs.read_toml(source) if source is not None else {}
+    out = out or (Path(file.pop("out")) if "out" in file else None)
+    quiet, as_json = quiet or bool(file.pop("quiet", False)), as_json or bool(file.pop("json", False))
     configs.check_given(task, {**file, **{name: value for name, value in flags.items() if value is not None}})
     framework = framework or (file.get("framework") if not Path(task).suffix else None)
     found = load_task(task, framework)

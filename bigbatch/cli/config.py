@@ -64,6 +64,8 @@ class Config:
 
 
 NAMES = tuple(field.name for field in fields(Config))
+ABOUT_THE_RUN = ("out", "quiet", "json")
+"""Options that a file may have but that do not matter for what is computed."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -76,8 +78,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise OptionError(f"{path} is no TOML file: {error}") from error
     options = {name.replace("-", "_"): value for name, value in found.items()}
-    if unknown := sorted(options.keys() - set(NAMES)):
-        raise OptionError(f"{path} has an option {unknown[0]!r} that train does not know: it knows {', '.join(NAMES)}")
+    if unknown := sorted(options.keys() - {*NAMES, *ABOUT_THE_RUN}):
+        known = ", ".join((*NAMES, *ABOUT_THE_RUN))
+        raise OptionError(f"{path} has an option {unknown[0]!r} that train does not know: it knows {known}")
     return options
 
 

@@ -117,7 +117,7 @@ class TorchEngine:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "accumulator": self.accumulator.state_dict(),
-            "random": torch.get_rng_state(),
+            "random": [torch.get_rng_state(), *torch.cuda.get_rng_state_all()],
         }
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -128,7 +128,9 @@ class TorchEngine:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.accumulator.load_state_dict(state["accumulator"])
-        torch.set_rng_state(state["random"].cpu())
+        of_host, *of_devices = (each.cpu() for each in state["random"])
+        torch.set_rng_state(of_host)
+        torch.cuda.set_rng_state_all(of_devices)
 
     def verify(self, batch: Any) -> Verification:
         batch = self._on_device(batch)

@@ -89,9 +89,11 @@ def test_json_is_all_that_is_on_stdout(tmp_path: Path) -> None:
 
 def test_flags_win_over_the_file_and_the_file_over_the_task(tmp_path: Path) -> None:
     config = tmp_path / "options.toml"
-    config.write_text('micro-batch-size = 5\nsteps = 7\nlr = 0.01\ncompare = false\nschedule = "linear"\n')
+    text = 'micro-batch-size = 5\nsteps = 7\nlr = 0.01\ncompare = false\nschedule = "linear"\nquiet = true\n'
+    config.write_text(text + f'out = "{tmp_path / "run"}"\n')
     task = write_task(tmp_path)
-    train(task, tmp_path / "run", "--config", config, "--lr", "0.02")
+    done = run("train", task, "--config", config, "--lr", "0.02")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     used = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert (used["micro_batch_size"], used["steps"], used["lr"], used["batch_size"]) == (5, 7, 0.02, 16)
     assert "epochs" not in used
