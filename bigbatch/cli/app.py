@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import datetime
 from functools import wraps
@@ -14,7 +15,8 @@ import typer
 from rich.console import Console
 
 from .. import __version__
-from ..core.errors import BigBatchError, OptionError
+from ..core.errors import BigBatchError, BigBatchWarning, OptionError
+from ..core.step import to_json
 from . import errors
 from .errors import TaskRaisedError
 
@@ -29,11 +31,20 @@ app = typer.Typer(
 
 def run() -> None:
     """Runs the command, and makes of everything that goes wrong a sentence and an exit code."""
+    warnings.showwarning = show_warning
     try:
         app(standalone_mode=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
         sys.exit(errors.CLOSED_PIPE)
+
+
+def show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+    """Ours as sentences, without a line of code."""
+    if issubclass(category, BigBatchWarning):
+        print(f"bigbatch: {message}", file=sys.stderr)
+    else:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
 
 
 def told(command: Callable[..., int | None]) -> Callable[..., None]:
@@ -162,7 +173,7 @@ def train(
     summary = run_training(found, chosen, folder, screen, is_resumed=resume is not None)
     screen.table(summary, str(folder))
     if as_json:
-        print(json.dumps({**summary, "folder": str(folder)}))
+        print(json.dumps(to_json({**summary, "folder": str(folder)}), allow_nan=False))
     return errors.INTERRUPTED if summary["status"] == "interrupted" else None
 
 
@@ -194,7 +205,7 @@ def verify(
         raise OptionError(f"batches() of {found.name} gave 0 batches: there is nothing to verify")
     verification = make_engine(found, chosen).verify(batch)
     if as_json:
-        print(json.dumps(verification_as_json(verification)))
+        print(json.dumps(to_json(verification_as_json(verification)), allow_nan=False))
     else:
         console = Console()
         console.print(as_table(verification, found.name, chosen))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.step import from_json
 from .config import Config, option
 from .errors import NOT_EXACT
 from .folder import FULL_BATCH, HISTORY, RunFolder
@@ -44,7 +45,7 @@ def verified(config: Config, screen: Screen) -> dict[str, Any] | None:
         lines = done.stderr.strip().splitlines()
         screen.note(f"not verified: {lines[-1] if lines else f'the process ended with {done.returncode}'}")
         return None
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = from_json(json.loads(done.stdout.splitlines()[-1]))
     return found
 
 

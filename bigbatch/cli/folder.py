@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import load_file, save
 
 from ..core.errors import OptionError, StateError
-from ..core.step import to_json
+from ..core.step import from_json, to_json
 from .config import Config
 
 CONFIG, HISTORY, SUMMARY, MODEL, REPORT = (
@@ -82,7 +82,7 @@ class RunFolder:
         return found
 
     def summary(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))
+        found: dict[str, Any] = from_json(json.loads((self.path / SUMMARY).read_text(encoding="utf-8")))
         return found
 
     def num_steps(self) -> int:

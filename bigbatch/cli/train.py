@@ -193,8 +193,8 @@ def train(task: Task, config: Config, out: Path, screen: Screen, *, is_resumed: 
     if is_resumed:
         training.resume()
     is_finished = training.run()
+    folder.write_weights(training.engine.weights())  # before the task's own evaluate, which may fail
     summary = training.summary(is_finished=is_finished)
-    folder.write_weights(training.engine.weights())
     folder.write_summary(summary)
     if config.compare and is_finished:
         summary |= compare.with_full_batch(config, training.num_steps, folder, screen)

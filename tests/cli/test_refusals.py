@@ -87,6 +87,7 @@ def test_what_a_task_raises_is_shown_as_its_own(place: str, tmp_path: Path) -> N
     assert "tiny.py" in done.stderr
     assert "bigbatch/cli" not in done.stderr
     assert "bigbatch/torch" not in done.stderr
+    assert (tmp_path / "run" / "model.safetensors").exists() == (place == "in evaluate()")
 
 
 BAD_NUMBERS: dict[str, tuple[list[Any], str]] = {
