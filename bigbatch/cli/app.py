@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import datetime
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -39,7 +39,14 @@ def run() -> None:
         sys.exit(errors.CLOSED_PIPE)
 
 
-def show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     """Ours as sentences, without a line of code."""
     if issubclass(category, BigBatchWarning):
         print(f"bigbatch: {message}", file=sys.stderr)
