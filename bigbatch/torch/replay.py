@@ -19,7 +19,7 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if is_random(func):
+        if is_random(func, args, kwargs or {}):
             drawn = out[1] if func is DROPOUT else out
             self.draws.append(drawn.clone() if func is DROPOUT or is_whole(func, out) else None)
         return out
@@ -47,7 +47,7 @@ class Replay(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not is_random(func):
+        if not is_random(func, args, kwargs or {}):
             return out
         fresh = out[1] if func is DROPOUT else out
         drawn = self._draws[self._next] if self._next < len(self._draws) else None
@@ -78,8 +78,15 @@ def part_of(drawn: Tensor | None, fresh: Any, part: slice, batch_size: int) -> T
     return drawn.narrow(axis, part.start * each, size * each)
 
 
-def is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+def is_random(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the call draws anything: dropout of zero, in attention say, does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.name in ("p", "dropout_p"):
+            given = args[number] if number < len(args) else kwargs.get(argument.name, argument.default_value)
+            return not isinstance(given, float | int) or given != 0
+    return True
 
 
 def is_whole(func: Any, out: Any) -> bool:

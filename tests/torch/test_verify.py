@@ -131,6 +131,27 @@ def test_masks_are_cut_along_whichever_axis_is_the_batch() -> None:
     assert "compared with the same masks" in only(found.causes)
 
 
+class Rated(nn.Module):
+    """Attention over four tokens of width 16, whose kernel takes a rate of dropout."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.mix(x.unflatten(1, (1, 4, 16)))
+        return F.scaled_dot_product_attention(tokens, tokens, tokens, dropout_p=self.rate).flatten(1)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_dropout_of_zero_is_nothing_to_tell_of(rate: float) -> None:
+    model = nn.Sequential(Rated(rate), nn.Dropout(rate), nn.Linear(64, 10))
+    found = verify(model, (torch.randn(7, 64), torch.arange(7)), lambda m, b: F.cross_entropy(m(b[0]), b[1]), 3)
+    assert found.is_exact or rate
+    assert bool(found.causes) == bool(rate)
+
+
 def test_negative_control_without_the_same_masks_dropout_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     from bigbatch.torch import replay
 
