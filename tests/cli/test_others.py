@@ -64,6 +64,18 @@ def test_built_in_tasks(framework: str, name: str, tmp_path: Path) -> None:
     assert [step["is_applied"] for step in history_of(tmp_path / name)] == [True] * 3
 
 
+@pytest.mark.parametrize("framework", ["tensorflow", "keras"])
+def test_resuming_gives_the_history_of_an_undisturbed_run(framework: str, tmp_path: Path) -> None:
+    """Six batches are an epoch of digits: stopped in the first, gone on into the second. For torch: test_train.py."""
+    options = ["--framework", framework, "--no-compare"]
+    train("digits", tmp_path / "whole", *options, "--steps", 8)
+    train("digits", tmp_path / "parts", *options, "--steps", 4)
+    done = run("train", "digits", "--framework", framework, "--resume", tmp_path / "parts", "--steps", 8)
+    assert done.returncode == 0, done.stderr
+    assert len(history_of(tmp_path / "whole")) == 8
+    assert history_of(tmp_path / "parts") == history_of(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras"])
 def test_batch_norm_is_named(framework: str) -> None:
     done = run("verify", "digits-batchnorm", "--framework", framework, "--json")
