@@ -1,7 +1,6 @@
 """The run folder: what a run leaves behind."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -10,6 +9,7 @@ import numpy as np
 from safetensors.numpy import load_file, save
 
 from ..core.errors import OptionError, StateError
+from ..core.files import write_whole
 from ..core.step import from_json, to_json
 from .config import Config
 
@@ -36,12 +36,7 @@ class RunFolder:
 
     def write(self, name: str, text: str) -> None:
         """A file of text, which is there whole or not at all."""
-        part = self.path / f"{name}.part"
-        try:
-            part.write_text(text, encoding="utf-8")
-            part.replace(self.path / name)
-        finally:
-            part.unlink(missing_ok=True)
+        write_whole(self.path / name, text.encode())
 
     def write_config(self, config: Config) -> None:
         self.write(CONFIG, config.as_toml())
@@ -70,12 +65,7 @@ class RunFolder:
         self.write(HISTORY, "".join(lines[:num]))
 
     def write_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        part = self.path / f"{MODEL}.part"
-        try:
-            part.write_bytes(save({name: np.ascontiguousarray(array) for name, array in weights.items()}))
-            os.replace(part, self.path / MODEL)
-        finally:
-            part.unlink(missing_ok=True)
+        write_whole(self.path / MODEL, save({name: np.ascontiguousarray(array) for name, array in weights.items()}))
 
     def weights(self) -> dict[str, np.ndarray]:
         found: dict[str, np.ndarray] = load_file(self.path / MODEL)

@@ -12,6 +12,7 @@ from ..core.errors import OptionError
 from ..core.step import Step
 from ..core.verification import Verification, judge, relative_error
 from ..keras import accumulate
+from ..keras.checks import batch_norms
 from .config import Config
 from .engine import EPSILON, check_kind, scores_of
 from .errors import TaskError
@@ -113,9 +114,8 @@ class KerasEngine:
             for name, distance, norm in zip(names, distances, norms, strict=True)
         }
         causes = ["the gradients are those of a step of fit in float32, so they agree to about 1e-6 at best"]
-        layers = [layer for layer in self.model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
-        if layers:
-            causes.append(f"{', '.join(layer.name for layer in layers)} normalise by the micro-batch")
+        if names := batch_norms(self.model):
+            causes.append(f"{', '.join(names)} normalise by the micro-batch")
         return judge(errors, causes, TOLERANCE, math.hypot(*distances) / total if total else 0.0)
 
 

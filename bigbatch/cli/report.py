@@ -6,6 +6,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..core.errors import OptionError
+from ..core.files import write_whole
 from .report_plots import make_plots
 from .report_run import Run, read_run
 from .report_tables import FACTS, configuration, distances, figures, verifications
@@ -24,12 +25,7 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
     page = render(names_of(list(places)), [read_run(folder) for folder in places.values()])
     if not path.parent.is_dir():
         raise OptionError(f"there is no folder {path.parent} to write {path.name} in: make it first")
-    part = path.with_name(f"{path.name}.part")
-    try:
-        part.write_text(page, encoding="utf-8", errors="replace", newline="\n")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_whole(path, page.encode(errors="replace"))
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:

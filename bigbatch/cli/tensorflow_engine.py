@@ -13,7 +13,7 @@ from ..core.verification import Verification
 from ..tensorflow import Accumulator, nest, verify
 from .config import Config
 from .engine import check_kind, scores_of
-from .keras_engine import POLICIES, load_variables, make_optimizer, save_variables, weights_of
+from .keras_engine import POLICIES, inner, load_variables, make_optimizer, save_variables, weights_of
 from .memory import HostPeak
 from .task import Task, their_own_errors
 
@@ -47,8 +47,7 @@ class TensorFlowEngine:
             return self.accumulator.step(batch)
 
     def set_lr(self, lr: float) -> None:
-        inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
-        inner.learning_rate = lr
+        inner(self.optimizer).learning_rate = lr
 
     def num_samples(self, batch: Any) -> int:
         return nest.batch_size(nest.Layout(batch))

@@ -22,6 +22,8 @@ from .tensorboard import EventFile
 
 Item = TypeVar("Item")
 STATE = "state"
+PLACE = ("num_steps", "epoch", "place", "num_samples", "num_applied", "seconds")
+"""How far a run has come."""
 
 
 class Interruption:
@@ -71,7 +73,7 @@ class Training:
         state = self.folder.path / STATE
         try:
             place = json.loads((state / "place.json").read_text(encoding="utf-8"))
-            for name in ("num_steps", "epoch", "place", "num_samples", "num_applied", "seconds"):
+            for name in PLACE:
                 setattr(self, name, place[name])
             self.engine.load(state)
         except (OSError, ValueError, KeyError) as error:
@@ -137,14 +139,13 @@ class Training:
         self.screen.step(self.num_steps, {**record, "samples_so_far": self.num_samples}, self.peak_bytes)
 
     def save(self) -> None:
-        """All that `resume` needs; the folder is there whole or the one before stays."""
+        """All that `resume` needs; each file takes the place of the one before when all are written."""
         folder = self.folder.path
         part, state = folder / f"{STATE}.part", folder / STATE
-        names = ("num_steps", "epoch", "place", "num_samples", "num_applied", "seconds")
         try:
             part.mkdir(exist_ok=True)
             self.engine.save(part)
-            (part / "place.json").write_text(json.dumps({name: getattr(self, name) for name in names}))
+            (part / "place.json").write_text(json.dumps({name: getattr(self, name) for name in PLACE}))
             state.mkdir(exist_ok=True)
             for file in part.iterdir():
                 file.replace(state / file.name)

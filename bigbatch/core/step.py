@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import MissingExtraError, StateError
+from .files import write_whole
 from .weight import Reduction, Terms, as_terms, check_weight
 
 
@@ -150,14 +151,8 @@ class History:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes JSON lines, one per step. The file is there whole or not at all."""
-        part = Path(f"{os.fspath(path)}.part")
-        try:
-            with part.open("w", encoding="utf-8") as file:
-                for record in self._records():
-                    file.write(json.dumps(to_json(record), allow_nan=False) + "\n")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        lines = (json.dumps(to_json(record), allow_nan=False) + "\n" for record in self._records())
+        write_whole(path, "".join(lines).encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "History":

@@ -7,11 +7,9 @@ held-out digits), but it is another training than that of the full batch.
 import keras
 from keras import layers
 
-from bigbatch.tasks import data
+from bigbatch.tasks.keras.digits import batches, defaults, evaluate, loss
 
-defaults = {"batch_size": 256, "micro_batch_size": 32, "epochs": 20, "lr": 1e-2}
-
-loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+__all__ = ["batches", "defaults", "evaluate", "loss", "model"]
 
 
 def model() -> keras.Model:
@@ -32,11 +30,3 @@ def model() -> keras.Model:
             layers.Dense(10),
         ]
     )
-
-
-def batches(batch_size: int, epoch: int, seed: int) -> list[tuple[data.Array, data.Array]]:
-    return data.digits().batches(batch_size, epoch, seed)
-
-
-def evaluate(model: keras.Model) -> dict[str, float]:
-    return {"accuracy": data.accuracy(model.predict_on_batch)}

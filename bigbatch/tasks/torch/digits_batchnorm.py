@@ -4,15 +4,11 @@ BatchNorm normalises by what it is fed: the micro-batch, not the batch. That can
 held-out digits), but it is another training than that of the full batch.
 """
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from bigbatch.tasks import data
+from bigbatch.tasks.torch.digits import batches, defaults, evaluate, loss
 
-Batch = tuple[Tensor, Tensor]
-
-defaults = {"batch_size": 256, "micro_batch_size": 32, "epochs": 20, "lr": 1e-2}
+__all__ = ["batches", "defaults", "evaluate", "loss", "model"]
 
 
 def model() -> nn.Module:
@@ -30,22 +26,3 @@ def model() -> nn.Module:
         nn.Flatten(),
         nn.Linear(3 * 3 * 32, 10),
     )
-
-
-def batches(batch_size: int, epoch: int, seed: int) -> list[Batch]:
-    found = data.digits().batches(batch_size, epoch, seed)
-    return [(torch.from_numpy(x), torch.from_numpy(y)) for x, y in found]
-
-
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    x, y = batch
-    return F.cross_entropy(model(x), y)
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module) -> dict[str, float]:
-    device = next(model.parameters()).device
-    model.eval()
-    accuracy = data.accuracy(lambda x: model(torch.from_numpy(x).to(device)).cpu().numpy())
-    model.train()
-    return {"accuracy": accuracy}
