@@ -9,6 +9,7 @@ from .core.errors import (
     MissingExtraError,
     OptionError,
     OrderError,
+    RankError,
     StateError,
     WeightError,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "MissingExtraError",
     "OptionError",
     "OrderError",
+    "RankError",
     "StateError",
     "Step",
     "Verification",

@@ -7,6 +7,7 @@ BigBatchError
 ├── LossError        a loss is no scalar, has no graph, or reaches no parameter
 ├── GradientError    the parameters hold gradients that are not ours
 ├── OrderError       calls came in an order that makes no sense
+├── RankError        another process that trains the same model refused
 ├── StateError       a saved state does not fit
 └── MissingExtraError (also an ImportError)   something optional is not installed
 
@@ -41,6 +42,10 @@ class GradientError(BigBatchError, RuntimeError):
 
 class OrderError(BigBatchError, RuntimeError):
     """Calls came in an order that makes no sense."""
+
+
+class RankError(BigBatchError, RuntimeError):
+    """Another process that trains the same model refused, so this one did nothing either."""
 
 
 class StateError(BigBatchError, ValueError):

@@ -9,9 +9,16 @@ from .window import AccumulationSteps, Window, positive, windows
 
 
 def run_epochs(
-    step: Callable[[Window[Any]], Step], data: Iterable[Any], accumulation_steps: AccumulationSteps, epochs: int
+    step: Callable[[Window[Any]], Step],
+    data: Iterable[Any],
+    accumulation_steps: AccumulationSteps,
+    epochs: int,
+    flushed: Callable[[], Iterable[Step]] = tuple,
 ) -> History:
-    """Feeds every window of every epoch to `step`; refuses a stream that is spent before the end."""
+    """Feeds every window of every epoch to `step`; refuses a stream that is spent before the end.
+
+    `flushed` makes the steps that are left at the end of an epoch, those of other ranks too.
+    """
     positive("epochs", epochs)
     if epochs > 1 and iter(data) is data:
         raise BatchError(
@@ -24,6 +31,9 @@ def run_epochs(
         before = len(history)
         for window in stream:
             history.append(step(window))
+        for last in flushed():
+            history.append(last)
+        stream.next_step = len(history)
         if len(history) == before:
             raise BatchError(
                 f"data gave 0 micro-batches in epoch {epoch + 1} of {epochs}: pass something that is not empty and "

@@ -64,6 +64,11 @@ def scales(weight: Terms, total: Terms, reduction: Reduction = "mean") -> Terms:
     return tuple(w / t if t else 0.0 for w, t in zip(weight, total, strict=True))
 
 
+def times(terms: Terms, factor: float) -> Terms:
+    """Every term multiplied by the same."""
+    return terms if factor == 1 else tuple(term * factor for term in terms)
+
+
 def weighted(losses: Sequence[Terms], by: Sequence[Terms]) -> tuple[float, ...]:
     """sum_k s_k * l_k, term by term. What counts zero is left out, even if it is not a number (0/0)."""
     return tuple(
@@ -75,10 +80,10 @@ def weighted(losses: Sequence[Terms], by: Sequence[Terms]) -> tuple[float, ...]:
 class Tally:
     """The weights of a window that is fed one micro-batch at a time."""
 
-    def __init__(self, reduction: Reduction = "mean") -> None:
+    def __init__(self, reduction: Reduction = "mean", reference: Terms = ()) -> None:
         self.reduction = reduction
         self.weights: list[Terms] = []
-        self.reference: Terms = ()
+        self.reference: Terms = self._reference(reference)
 
     def check(self, weight: Terms) -> None:
         """Refuses a micro-batch with other terms than those before it in the window."""
@@ -98,8 +103,7 @@ class Tally:
     def add(self, weight: Terms) -> None:
         """Counts a micro-batch."""
         self.check(weight)
-        if not self.weights:
-            self.reference = self._reference(weight)
+        self.reference = self.reference or self._reference(weight)
         self.weights.append(weight)
 
     @staticmethod

@@ -1,15 +1,15 @@
-"""The accumulator: cut, accumulate, clip, apply."""
+"""The accumulator: cut, accumulate, reduce, clip, apply."""
 
-import math
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from ..core.errors import BatchError, LossError, OptionError, OrderError, StateError
+from ..core.errors import BatchError, OptionError, OrderError, StateError
 from ..core.step import Step
 from ..core.weight import (
     Reduction,
@@ -18,21 +18,28 @@ from ..core.weight import (
     as_terms,
     check_reduction,
     check_weight,
-    from_terms,
     scales,
+    times,
     totals,
 )
 from ..core.window import AccumulationSteps, Window, positive, steps_at
 from . import checks, gradients, nest
+from .agreement import Agreed, Agreement, Share
 from .gradients import Collection, Gradients, Sums
 from .precision import Precision, is_low
+from .replicas import Reduce
+from .sharing import replicas_of
+from .update import Update
 from .weight import Weight, check_all, on_host, read, weigh
-from .window import MicroBatch, OpenWindow, later, values_of
+from .window import MicroBatch, OpenWindow, values_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Loss = Callable[[Any, Any], Any]
 
 
-class Accumulator:
+class Accumulator(Update):
     """Stands for the body of a training loop, and gives the gradient of the whole batch.
 
         for batch in loader:
@@ -52,6 +59,9 @@ class Accumulator:
     `loss(model, micro_batch)` returns the mean over the micro-batch, `weight(micro_batch)` over how many that
     is a mean: the samples if not given. Both may be tuples of the same length, one entry for each term.
     After a step the parameters hold no gradients. Parameters that the optimizer does not hold are left alone.
+
+    A model in DistributedDataParallel or fully_shard is trained by all its ranks together: the batch of a step is what
+    all of them pass, and gradients are reduced once a window.
     """
 
     def __init__(
@@ -70,11 +80,12 @@ class Accumulator:
         scaler: GradScaler | None = None,
         scheduler: Any = None,
         accumulate_dtype: torch.dtype | None = None,
+        group: "ProcessGroup | None" = None,
+        reduce: Reduce = "window",
     ) -> None:
         check_reduction(reduction)
         checks.check_callable("loss", loss)
         checks.check_callable("weight", weight)
-        checks.check_model(model)
         checks.check_optimizer(model, optimizer)
         checks.check_scheduler(scheduler)
         checks.check_clip("clip_norm", clip_norm)
@@ -84,65 +95,89 @@ class Accumulator:
             micro_batch_size = positive("micro_batch_size", micro_batch_size)
         if accumulation_steps is not None and not callable(accumulation_steps):
             accumulation_steps = positive("accumulation_steps", accumulation_steps)
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        gradients = Gradients(optimizer, names, accumulate_dtype)
+        super().__init__(
+            optimizer,
+            gradients,
+            Precision(precision, scaler, gradients.parameters, gradients.is_widened),
+            replicas_of(model, gradients, group, reduce),
+            reduction,
+            clip_norm,
+            clip_value,
+            scheduler,
+        )
         self.model = model
-        self.optimizer = optimizer
         self.loss = loss
         self.micro_batch_size = micro_batch_size
         self.accumulation_steps = accumulation_steps
         self.weight = weight
-        self.reduction: Reduction = reduction
-        self.clip_norm = clip_norm
-        self.clip_value = clip_value
-        self.scheduler = scheduler
-        self.num_steps = 0
-        """How many windows are done, applied or not."""
-        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        self._gradients = Gradients(optimizer, names, accumulate_dtype)
-        self._precision = Precision(precision, scaler, self._gradients.parameters, self._gradients.is_widened)
         self._open: OpenWindow | None = None
         self._in_block = False
         self._batch_norms = checks.batch_norm_modules(model)
 
-    @property
-    def scaler(self) -> GradScaler | None:
-        """The GradScaler in use: the user's, or ours with precision "fp16"."""
-        return self._precision.scaler
-
     # --- a batch, or a window of micro-batches -----------------------------------------------------------
 
     def step(self, batch: Any) -> Step:
-        """One step of the optimizer on the whole batch: a nest of tensors that is cut, or a `Window`."""
+        """One step of the optimizer on the whole batch: a nest of tensors that is cut, or a `Window`.
+
+        Where several ranks train the model together, the whole batch is that of all ranks, and every rank calls this;
+        one that has no data this time passes None.
+        """
         self._refuse_in_block("step()")
         if self._open is not None:
             raise OrderError(f"a window of {len(self._open)} micro-batches is open: call flush() before step()")
         if self.loss is None:
             raise OptionError("step() needs a loss: pass Accumulator(model, optimizer, loss, …)")
-        micro_batches, sizes = self._micro_batches(batch)
-        weights = [(size,) for size in sizes] if self.weight is None else weigh(micro_batches, self.weight)
-        total = totals(weights)
-        scale_of = {weight: scales(weight, total, self.reduction) for weight in set(weights)}
-        by = [scale_of[weight] for weight in weights]
-        self._tell_batch_norm(len(by))
+        with self._replicas.telling():
+            micro_batches, sizes = self._micro_batches(batch)
+            weights = [(size,) for size in sizes] if self.weight is None else weigh(micro_batches, self.weight)
+        passes = [
+            (micro_batch, weight)
+            for micro_batch, weight in zip(micro_batches, weights, strict=True)
+            if self.reduction == "sum" or any(weight)  # what counts nothing is left out: its mean may be 0/0
+        ]
+        agreed = self._replicas.agree(Share(totals(weights), len(passes), len(weights)))
+        self._tell_batch_norm(len(weights))
+        return self._step(self.loss, passes, agreed, max(sizes, default=None))
 
+    def _step(self, loss: Any, passes: list[tuple[Any, Terms]], agreed: Agreed, micro_batch_size: int | None) -> Step:
+        """The step of a window whose micro-batches are all at hand; on a rank without any, of those of the others."""
         sums = Sums()
         losses: list[list[Any]] = []
-        counted: list[Terms] = []
-        with self._gradients.collecting(sums) as collection:
-            for micro_batch, scale in zip(micro_batches, by, strict=True):
-                if any(scale):  # else it counts nothing, and its mean over nothing may be 0/0
-                    losses.append(self._accumulate(self.loss, micro_batch, scale, collection))
-                    counted.append(scale)
+        scales_of = functools.cache(lambda weight: scales(weight, agreed().total, self.reduction))
+        self._replicas.begin([micro_batch for micro_batch, _ in passes], agreed)
+        with self._replicas.window(), self._gradients.collecting(sums) as collection:
+            for number, (micro_batch, weight) in enumerate(passes):
+                with self._replicas.passing(is_last=self._replicas.is_last(number, len(passes), agreed)):
+                    losses.append(self._accumulate(loss, micro_batch, weight, scales_of, collection))
+            for number in range(len(passes), self._replicas.num_passes(agreed)):
+                with self._replicas.passing(is_last=self._replicas.is_last(number, len(passes), agreed)):
+                    self._add_nothing(loss)
+            if agreed().has_weight(self.reduction):
+                self._replicas.complete(collection)
         gradients.scale(gradients.values(sums), sums.unit)
-        return self._apply(sums, losses, counted, total, len(by), max(sizes, default=None))
+        summed = self._replicas.sum_losses(losses, [scales_of(w) for _, w in passes], len(agreed().total))
+        return self._apply(sums, summed, agreed(), micro_batch_size)
 
-    def _accumulate(self, loss: Loss, micro_batch: Any, scale: Terms, collection: Collection) -> list[Any]:
+    def _accumulate(
+        self,
+        loss: Loss,
+        micro_batch: Any,
+        weight: Terms,
+        scales_of: Callable[[Terms], Terms],
+        collection: Collection,
+    ) -> list[Any]:
         """Adds the gradient of one micro-batch; returns its losses and lets go of everything else."""
         with self._precision.autocast():
             terms = as_terms(loss(self.model, micro_batch))
-        checks.check_loss(terms, len(scale))
+        checks.check_loss(terms, len(weight))
         collection.check()
+        is_any_low = any(map(is_low, terms))
+        self._replicas.see_loss(is_low=is_any_low)
+        scale = times(scales_of(weight), self._replicas.divisor)
         with self._precision.backward_pass():
-            if any(map(is_low, terms)):
+            if is_any_low:
                 for t, term in enumerate(terms):
                     self._add_unscaled(term, scale[t], collection, keep_graph=t < len(terms) - 1)
             else:
@@ -158,8 +193,17 @@ class Accumulator:
             self._precision.backward((term,), (1.0,), keep_graph=keep_graph)
             collection.added()
 
+    def _add_nothing(self, loss: Loss) -> None:
+        """Goes through the model for the sake of ranks that have more micro-batches; what it adds counts zero."""
+        with self._replicas.buffers_kept(), self._precision.autocast():
+            terms = as_terms(loss(self.model, self._replicas.spare))
+        with self._precision.backward_pass():
+            self._precision.backward(terms, tuple(torch.zeros_like(term) for term in terms))
+
     def _micro_batches(self, batch: Any) -> tuple[Sequence[Any], list[int]]:
         """The micro-batches, and their sizes where those are known or needed."""
+        if self._replicas.is_shared and (batch is None or (isinstance(batch, Window) and not batch)):
+            return [], []
         if not isinstance(batch, Window):
             if self.micro_batch_size is None:
                 raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
@@ -192,18 +236,20 @@ class Accumulator:
         terms = on_host(as_terms(1 if weight is None else weight))
         check_weight(tuple(w for w in terms if not isinstance(w, Tensor)), of="this micro-batch")
         self._refuse_in_block("micro_batch()")
+        reference = self._replicas.meet(terms)
         window = self._open or OpenWindow(
-            Tally(self.reduction), [Sums() for _ in terms], loss_scale=self._precision.loss_scale()
+            Tally(self.reduction, reference), [Sums() for _ in terms], loss_scale=self._precision.loss_scale()
         )
         window.tally.check(terms)
         micro = MicroBatch(lambda micro, loss: self._feed(micro, window, as_terms(loss), terms))
         self._in_block = True
         try:
-            with self._precision.autocast():
+            with self._replicas.passing(is_last=False), self._precision.autocast():
                 yield micro
         except BaseException as error:
             if micro.has_begun:
                 self._open = None
+                self._replicas.drop()
                 error.add_note(
                     f"bigbatch: the window of {len(window)} micro-batches was dropped, since the gradient of the last "
                     "one may be half added; no parameter was changed"
@@ -216,13 +262,15 @@ class Accumulator:
         self._open = window
         self._tell_batch_norm(len(window))
         if len(window) >= steps_at(self.accumulation_steps, self.num_steps):
-            micro.step = self.flush()
+            micro.step = self._close(is_ending=False)
 
     def _feed(self, micro: MicroBatch, window: OpenWindow, losses: Terms, weight: Terms) -> None:
         checks.check_loss(losses, len(weight))
         scale = window.tally.scale(weight)
+        is_any_low = any(map(is_low, losses))
+        self._replicas.see_loss(is_low=is_any_low)
         # with a scaler, a large weight would overflow in float16
-        is_outside = self.scaler is not None or any(map(is_low, losses))
+        is_outside = is_any_low or (self.scaler is not None and not self._replicas.is_sharded)
         with self._precision.backward_pass():
             for t, (loss, sums) in enumerate(zip(losses, window.sums, strict=True)):
                 keep_graph = t < len(losses) - 1
@@ -238,80 +286,64 @@ class Accumulator:
         window.losses.append(values_of(losses))
 
     def flush(self) -> Step | None:
-        """Makes the step of the window that is open, however short; None if none is."""
+        """Makes the step of the window that is open, however short; None if none is.
+
+        Where several ranks train the model together, every rank calls this after its last batch or micro-batch: it
+        takes part in the steps of those that still have data, and returns when none has.
+        """
+        step = None
+        for step in self.flushed():  # noqa: B007 - the last one is wanted
+            pass
+        return step
+
+    def flushed(self) -> Iterator[Step]:
+        """The steps that `flush` makes: one at most, but for a rank whose data ended before those of the others."""
         self._refuse_in_block("flush()")
+        is_ending = False
+        while not is_ending:
+            step = self._close(is_ending=True)
+            if step is None:
+                return
+            yield step
+            is_ending = not self._replicas.is_shared
+
+    def _close(self, *, is_ending: bool) -> Step | None:
+        """Makes a step of what this rank has, if anything, and of what the others have; None if nobody has any."""
         window, self._open = self._open, None
-        if window is None:
+        with self._replicas.telling():
+            weights = [] if window is None else read(window.tally.weights)
+            check_all(weights)
+            if window is not None:
+                window.check_scale(self._precision.loss_scale())
+        agreed = self._replicas.agree(Share(totals(weights), 0, len(weights), is_ending))
+        if agreed().is_ending and not agreed().num_micro_batches:
             return None
-        weights = read(window.tally.weights)
-        check_all(weights)
-        window.check_scale(self._precision.loss_scale())
-        total = totals(weights)
+        self._replicas.check_met(agreed())
+        if window is None:
+            return self._step(self.loss, [], agreed, None)
+        sums = self._summed(window, agreed())
+        by = [scales(weight, agreed().total, self.reduction) for weight in weights]
+        losses = self._replicas.sum_losses(window.losses, by, len(agreed().total))
+        return self._apply(sums, losses, agreed(), None)
+
+    def _summed(self, window: OpenWindow, agreement: Agreement) -> Sums:
+        """The gradient sums of an open window, of all terms and ranks."""
         sums = Sums()
-        for term, factor in zip(window.sums, window.tally.factors(total), strict=True):
+        factors = times(window.tally.factors(agreement.total), self._replicas.divisor)
+        for term, factor in zip(window.sums, factors, strict=True):
             gradients.scale(gradients.values(term), term.unit * factor)
             gradients.add(sums, term)
             term.clear()
-        by = [scales(weight, total, self.reduction) for weight in weights]
-        return self._apply(sums, window.losses, by, total, len(weights), None)
+        if agreement.has_weight(self.reduction) and self._replicas.is_shared:
+            with self._replicas.window(), self._gradients.collecting(sums) as collection:
+                self._replicas.complete(collection)
+            if self._replicas.holds_gradients:  # they were inside of the model until now
+                gradients.scale(gradients.values(sums), factors[0])
+        return sums
 
     def _refuse_in_block(self, call: str) -> None:
         if self._in_block:
             raise OrderError(f"{call} was called inside of a micro_batch() block: call it after the block")
-
-    # --- what all ways share -----------------------------------------------------------------------------
-
-    def _apply(
-        self,
-        sums: Sums,
-        losses: Sequence[Sequence[Any]],
-        by: list[Terms],
-        total: Terms,
-        num_micro_batches: int,
-        micro_batch_size: int | None,
-    ) -> Step:
-        """All that belongs to a step, once: unscale, check, clip, apply, schedule."""
-        has_weight = self.reduction == "sum" or any(total)
-        terms = later(losses, by) if has_weight else tuple(0.0 for _ in total)
-        norm = self._finish(sums) if has_weight else 0.0
-        is_applied = has_weight and math.isfinite(norm)
-        if is_applied and self.scheduler is not None:
-            self.scheduler.step()
-        self.num_steps += 1
-        return Step(
-            terms=terms,
-            weight=from_terms(total),
-            grad_norm=norm,
-            num_micro_batches=num_micro_batches,
-            micro_batch_size=micro_batch_size,
-            is_applied=is_applied,
-            reduction=self.reduction,
-        )
-
-    def _finish(self, sums: Sums) -> float:
-        """Brings the finished gradient to the parameters if it is finite; returns its norm."""
-        if not sums:
-            raise LossError(
-                "the loss reached none of the optimizer's parameters: "
-                "compute it with the model whose parameters the optimizer holds"
-            )
-        try:
-            self._precision.unscale(self.optimizer, sums)
-            tensors = gradients.values(sums)
-            norm = gradients.norm(tensors)
-            if math.isfinite(norm):
-                gradients.clip(tensors, norm, self.clip_norm, self.clip_value)
-                with self._gradients.handed_over(sums):
-                    self._precision.step(self.optimizer)
-            elif self.scaler is None:  # with a scaler an overflow now and then is how it finds its scale
-                checks.tell_not_finite(self._gradients.first_not_finite(sums), self.num_steps + 1)
-            self._precision.update()
-        except BaseException:
-            self._precision.forget(self.optimizer)
-            raise
-        finally:
-            gradients.clear(self._gradients.parameters)
-        return norm
 
     def _tell_batch_norm(self, num_micro_batches: int) -> None:
         if num_micro_batches > 1 and self._batch_norms and checks.tell_batch_norm(self.model):

@@ -13,20 +13,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ..core.errors import BigBatchWarning, LossError, OptionError
 from ..core.weight import Terms, check_terms
 
-SHARED = ("DistributedDataParallel", "FullyShardedDataParallel")
-
-
-def check_model(model: nn.Module) -> None:
-    """Refuses models that several processes share: each would divide by its own total weight."""
-    kinds = {type(module).__name__ for module in model.modules()}.intersection(SHARED)
-    if any(type(p).__name__ == "DTensor" for p in model.parameters()):
-        kinds.add("a sharded model")
-    if kinds:
-        raise OptionError(
-            f"{kinds.pop()} is trained by several processes, which bigbatch does not do yet: "
-            "pass the plain module and train on one device"
-        )
-
 
 def check_callable(name: str, value: Any) -> None:
     if value is not None and not callable(value):
@@ -106,8 +92,9 @@ def tell_batch_norm(model: nn.Module) -> bool:
 
 def tell_not_finite(name: str | None, step: int) -> None:
     """Says why a step was skipped."""
+    where = f"the gradient of {name}" if name is not None else "a part of the gradient that another rank has"
     warnings.warn(
-        f"step {step} was skipped: the gradient of {name} is not finite; "
+        f"step {step} was skipped: {where} is not finite; "
         "the parameters are unchanged and the next window starts clean",
         BigBatchWarning,
         stacklevel=5,

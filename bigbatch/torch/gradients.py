@@ -154,10 +154,13 @@ def add(sums: Sums, others: Sums) -> None:
             sums[p] = g + sums[p] if sums[p].is_sparse else sums[p] + g
 
 
-def norm(tensors: list[Tensor]) -> float:
+def norm(sums: Sums) -> float:
     """The norm over all of them. Reading it is the one moment in a step that waits for the device."""
+    tensors = values(sums)
     if not tensors:
         return 0.0
+    if any(is_sharded(g) for g in sums.values()):
+        return _norm_over_ranks(list(sums.values()))
     total = _norm(torch._foreach_norm(tensors))
     if not math.isfinite(total) and all(bool(torch.isfinite(t).all()) for t in tensors):
         # finite numbers whose squares are too large for float32
@@ -173,6 +176,15 @@ def _norm(norms: Sequence[Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack([n.to(device, wide) for n in norms])))
 
 
+def _norm_over_ranks(gradients: list[Tensor]) -> float:
+    def of(parts: list[Tensor]) -> float:
+        total: Any = torch.nn.utils.get_total_norm(parts)
+        return float(total.full_tensor())
+
+    total = of(gradients)
+    return total if math.isfinite(total) else of([g.double() for g in gradients])
+
+
 def clip(tensors: list[Tensor], total_norm: float, clip_norm: float | None, clip_value: float | None) -> None:
     """By norm as torch.nn.utils.clip_grad_norm_ does it, then by value."""
     if clip_norm is not None:
@@ -182,7 +194,19 @@ def clip(tensors: list[Tensor], total_norm: float, clip_norm: float | None, clip
         torch._foreach_clamp_max_(tensors, clip_value)
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this rank has a part of it: a DTensor, without asking for torch.distributed."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Any) -> Tensor:
+    """What this rank has of it."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return part
+
+
 def _values(gradient: Tensor) -> Tensor:
+    gradient = local(gradient)
     gradient = gradient._values() if gradient.is_sparse else gradient
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 

@@ -33,4 +33,4 @@ def train_with_accumulation(
     micro-batches, and the same again each time it is iterated: a list, a DataLoader, not a generator.
     """
     accumulator = Accumulator(model, optimizer, loss, accumulation_steps=accumulation_steps, **options)
-    return run_epochs(accumulator.step, data, accumulation_steps, epochs)
+    return run_epochs(accumulator.step, data, accumulation_steps, epochs, accumulator.flushed)

@@ -112,7 +112,7 @@ def values_of(losses: Terms) -> list[Any]:
     return [loss.item() if loss.is_cpu else loss.detach().reshape(()).clone() for loss in losses]
 
 
-def later(losses: Sequence[Sequence[Any]], by: list[Terms]) -> Callable[[], Terms]:
+def fetch_weighted(losses: Sequence[Sequence[Any]], by: list[Terms]) -> Callable[[], Terms]:
     """The loss of the whole batch, fetched from the device when somebody asks for it."""
     columns = [
         torch.stack(term) if all(isinstance(value, Tensor) for value in term) else term
@@ -124,3 +124,13 @@ def later(losses: Sequence[Sequence[Any]], by: list[Terms]) -> Callable[[], Term
         return weighted(list(zip(*fetched, strict=True)), by)
 
     return fetch
+
+
+def weighted_now(losses: Sequence[Sequence[Any]], by: list[Terms], num_terms: int, device: torch.device) -> Tensor:
+    """The same as a tensor on the device; zero if there are none. Nothing is waited for."""
+    if not losses:
+        return torch.zeros(num_terms, dtype=torch.float64, device=device)
+    values = torch.stack([torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in terms])
+                          for terms in losses])  # fmt: skip
+    scales = torch.tensor(by, dtype=torch.float64, device=device)
+    return torch.where(scales != 0, values * scales, 0.0).sum(0)

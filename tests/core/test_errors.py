@@ -50,6 +50,7 @@ def test_all_are_exported():
         ("LossError", ValueError),
         ("GradientError", RuntimeError),
         ("OrderError", RuntimeError),
+        ("RankError", RuntimeError),
         ("StateError", ValueError),
         ("MissingExtraError", ImportError),
     ],

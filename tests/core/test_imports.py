@@ -58,6 +58,7 @@ def test_public_names():
         "MissingExtraError",
         "OptionError",
         "OrderError",
+        "RankError",
         "StateError",
         "Step",
         "Verification",

@@ -1,7 +1,6 @@
 """What a step is made of: order of calls, options, schedules, bad input. Nothing is changed by an error."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -381,19 +380,6 @@ def test_a_plateau_schedule_is_refused() -> None:
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(OptionError, match="wants a metric"):
         Accumulator(model, optimizer, loss, 4, scheduler=scheduler)
-
-
-def test_a_model_of_several_processes_is_refused_for_now(tmp_path: Path) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(make_model())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(OptionError, match="DistributedDataParallel is trained by several processes"):
-            Accumulator(model, optimizer, loss, 4)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:

@@ -1,0 +1,154 @@
+"""DistributedDataParallel: every rank has the whole model; gradients are reduced once a window, by DDP itself."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..core.errors import GradientError, LossError, OptionError, OrderError
+from .agreement import Agreed
+from .gradients import Collection, Gradients
+from .replicas import Shared, check_group
+
+NOT_ALL_USED = (
+    "DistributedDataParallel cannot reduce the gradients of a window that used only some of the parameters: "
+    "make it with find_unused_parameters=True"
+)
+
+
+class DataParallel(Shared):
+    """All passes but one are inside of `no_sync`.
+
+    The one is the last of the window, so that DDP reduces one bucket while the backward pass works on the next. A rank
+    without a last pass (it has no data, or its window was fed one micro-batch at a time) makes a pass that adds
+    nothing: all ranks then reduce the same buckets in the same order.
+    """
+
+    def __init__(self, model: DistributedDataParallel, gradients: Gradients, group: dist.ProcessGroup | None) -> None:
+        check_group(group, model.process_group)
+        super().__init__(model.process_group, next(model.parameters()).device)
+        self._model = model
+        self._sparse = sparse_parameters(model)
+        self._is_overlapping = False
+        self._check()
+        if wide := [p for p in model.parameters() if p.requires_grad and gradients.is_widened(p)]:
+            raise OptionError(
+                f"{len(wide)} parameters of the DistributedDataParallel model are {wide[0].dtype}, in which it would "
+                'also reduce their gradients: keep them in float32 and pass precision="bf16", or use fully_shard with '
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
+
+    def _check(self) -> None:
+        if self._model.static_graph:
+            raise OptionError(
+                "DistributedDataParallel with static_graph=True stops reducing gradients once micro-batches are "
+                "accumulated (pytorch#143580): make it without static_graph"
+            )
+        if not self._model.require_backward_grad_sync:
+            raise OrderError("the step is inside of model.no_sync(), so nothing would be reduced: leave it out")
+        if self._model._join_config.enable:
+            raise OrderError("the step is inside of model.join(): leave it out and call flush() after the last batch")
+
+    def is_last(self, number: int, num_own: int, agreed: Agreed) -> bool:
+        if number == 0:
+            self._check()
+        return number == num_own - 1 and self._is_overlapping
+
+    def see_loss(self, *, is_low: bool) -> None:
+        """One in low precision cannot be the one that reduces: its weight would come too late."""
+        if is_low and self._is_reduced:
+            raise LossError(
+                "the loss of this window's last micro-batch is in low precision but that of those before is not: "
+                "return all of them in one dtype, for example loss.float()"
+            )
+        self._is_overlapping = not is_low
+
+    def passing(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return self._reducing() if is_last else self._model.no_sync()
+
+    @contextmanager
+    def _reducing(self) -> Iterator[None]:
+        def mark(*_: Any) -> None:
+            self._is_reduced = True
+
+        handle = self._model.register_forward_hook(mark)  # a loss may go around DDP, to its module
+        try:
+            yield
+        finally:
+            handle.remove()
+        if self._is_reduced:
+            self._check_finished()
+
+    def _check_finished(self) -> None:
+        try:
+            self._model.reducer._rebuild_buckets()  # as DDP does before its next pass
+        except RuntimeError as error:
+            raise GradientError(NOT_ALL_USED) from error
+
+    def complete(self, collection: Collection) -> None:
+        if self._is_reduced:
+            return
+        self._check()
+        collection.in_units_of(1.0)
+        parameters: list[Tensor] = [p for p in self._model.parameters() if p.requires_grad]
+        used = [p for p in parameters if p.grad is not None]
+        if self._model.find_unused_parameters:  # what has no gradient on any rank keeps none
+            parameters = used or parameters[:1]
+        elif used and len(used) < len(parameters):
+            raise GradientError(NOT_ALL_USED)
+        module, self._model.module = self._model.module, AddsNothing(parameters, self._sparse)
+        try:
+            with torch.enable_grad():
+                self._model().backward()
+        finally:
+            self._model.module = module
+        self._is_reduced = True
+        self._check_finished()
+
+
+class AddsNothing(nn.Module):
+    """Uses the parameters and adds zero to their gradients."""
+
+    def __init__(self, parameters: list[Tensor], sparse: set[Tensor]) -> None:
+        super().__init__()
+        self._used = parameters
+        self._sparse = sparse
+
+    def forward(self) -> Tensor:
+        zero: Tensor = _Nothing.apply(self._sparse, *self._used)
+        return zero
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sparse: set[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.parameters, ctx.sparse = parameters, sparse
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return None, *(nothing(p, is_sparse=p in ctx.sparse) for p in ctx.parameters)
+
+
+def nothing(parameter: Tensor, *, is_sparse: bool) -> Tensor:
+    """A gradient of zero that takes no memory."""
+    if is_sparse:
+        indices = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
+        values = parameter.new_zeros(0, *parameter.shape[1:])
+        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+    return parameter.new_zeros(()).expand(parameter.shape)
+
+
+def sparse_parameters(model: nn.Module) -> set[Tensor]:
+    """Those whose gradients DDP expects to be sparse."""
+    return {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
+
+
+def wrapped(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP module that this model is, compiled or not."""
+    model = getattr(model, "_orig_mod", model)
+    return model if isinstance(model, DistributedDataParallel) else None
