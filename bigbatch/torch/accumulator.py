@@ -318,7 +318,11 @@ class Accumulator(Update):
         agreed = self._replicas.agree(Share(totals(weights), 0, len(weights), is_ending))
         if agreed().is_ending and not agreed().num_micro_batches:
             return None
-        self._replicas.check_met(agreed())
+        try:
+            self._replicas.check_met(agreed(), has_window=window is not None)
+        except OrderError:
+            self._open = window
+            raise
         if window is None:
             return self._step(self.loss, [], agreed, None)
         sums = self._summed(window, agreed())

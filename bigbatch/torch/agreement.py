@@ -26,6 +26,8 @@ class Share:
     is_ending: bool = False
     """Whether it has no more data after this, and only takes part in what the others have."""
     has_failed: bool = False
+    is_unfinished: bool = False
+    """Whether the model of this rank is still waiting for a backward pass that will not come."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Agreement:
     num_micro_batches: int
     is_ending: bool
     """Whether no rank has more data."""
+    is_unfinished: bool = False
+    """Whether the model of any rank is."""
 
     def has_weight(self, reduction: Reduction) -> bool:
         return any(self.total) or (reduction == "sum" and self.num_micro_batches > 0)
@@ -59,8 +63,8 @@ def exchange(share: Share, group: dist.ProcessGroup) -> Agreed:
     num_terms = len(share.total)
     if num_terms > MAX_TERMS:
         raise LossError(f"the loss has {num_terms} terms but ranks can share {MAX_TERMS}: add some of them up")
-    by_rank = torch.zeros(3, size, dtype=torch.float64)
-    by_rank[:, rank] = torch.tensor([share.num_passes, share.is_ending, share.has_failed])
+    by_rank = torch.zeros(4, size, dtype=torch.float64)
+    by_rank[:, rank] = torch.tensor([share.num_passes, share.is_ending, share.has_failed, share.is_unfinished])
     terms = [*share.total, *[0] * (MAX_TERMS - num_terms)]
     head = torch.tensor([share.num_micro_batches, num_terms > 0, num_terms, *terms], dtype=torch.float64)
     message = torch.cat([head, by_rank.flatten()])
@@ -70,7 +74,7 @@ def exchange(share: Share, group: dist.ProcessGroup) -> Agreed:
     def agreed() -> Agreement:
         work.wait()
         num_micro_batches, num_with_terms, num_all_terms, *rest = message.tolist()
-        passes, ending, failed = (rest[MAX_TERMS + k * size : MAX_TERMS + (k + 1) * size] for k in range(3))
+        passes, ending, failed, unfinished = (rest[MAX_TERMS + k * size : MAX_TERMS + (k + 1) * size] for k in range(4))
         if any(failed):
             raise RankError(
                 f"rank {failed.index(1)} refused what it was given, so none of {size} ranks made this step: "
@@ -87,6 +91,7 @@ def exchange(share: Share, group: dist.ProcessGroup) -> Agreed:
             tuple(map(int, passes)),
             int(num_micro_batches),
             all(ending),
+            any(unfinished),
         )
 
     return agreed

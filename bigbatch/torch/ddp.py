@@ -1,7 +1,9 @@
 """DistributedDataParallel: every rank has the whole model; gradients are reduced once a window, by DDP itself."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.errors import GradientError, LossError, OptionError, OrderError
-from .agreement import Agreed
+from .agreement import Agreed, Agreement, Share
 from .gradients import Collection, Gradients
 from .replicas import Shared, check_group
 
@@ -30,10 +32,12 @@ class DataParallel(Shared):
 
     def __init__(self, model: DistributedDataParallel, gradients: Gradients, group: dist.ProcessGroup | None) -> None:
         check_group(group, model.process_group)
-        super().__init__(model.process_group, next(model.parameters()).device)
+        super().__init__(model, model.process_group, next(model.parameters()).device)
         self._model = model
         self._sparse = sparse_parameters(model)
         self._is_overlapping = False
+        self._is_waiting = False
+        model.register_forward_hook(self._note_pass)
         self._check()
         if wide := [p for p in model.parameters() if p.requires_grad and gradients.is_widened(p)]:
             raise OptionError(
@@ -53,14 +57,35 @@ class DataParallel(Shared):
         if self._model._join_config.enable:
             raise OrderError("the step is inside of model.join(): leave it out and call flush() after the last batch")
 
+    def _note_pass(self, *_: Any) -> None:
+        """After DDP's forward pass: the next backward pass, whosever it is, will reduce."""
+        self._is_waiting |= self._model.require_backward_grad_sync and torch.is_grad_enabled()
+
+    def agree(self, share: Share) -> Agreed:
+        """If a rank's DDP waits for a backward pass that never came, all forget it: micro-batches would be reduced."""
+        agreed = super().agree(replace(share, is_unfinished=self._is_waiting))
+
+        @functools.cache
+        def then() -> Agreement:
+            agreement = agreed()
+            if agreement.is_unfinished:
+                self._model.reducer._reset_state()
+                self._is_waiting = False
+            return agreement
+
+        return then
+
     def is_last(self, number: int, num_own: int, agreed: Agreed) -> bool:
         if number == 0:
             self._check()
-        return number == num_own - 1 and self._is_overlapping
+        is_last = number == num_own - 1 and self._is_overlapping
+        if is_last:
+            agreed()  # what it forgets must be forgotten before the pass that reduces
+        return is_last
 
     def see_loss(self, *, is_low: bool) -> None:
         """One in low precision cannot be the one that reduces: its weight would come too late."""
-        if is_low and self._is_reduced:
+        if is_low and self._is_waiting:
             raise LossError(
                 "the loss of this window's last micro-batch is in low precision but that of those before is not: "
                 "return all of them in one dtype, for example loss.float()"
@@ -72,22 +97,17 @@ class DataParallel(Shared):
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
-        def mark(*_: Any) -> None:
-            self._is_reduced = True
+        yield
+        if self._is_waiting:  # else the loss went around DDP, to its module
+            self._finish()
 
-        handle = self._model.register_forward_hook(mark)  # a loss may go around DDP, to its module
+    def _finish(self) -> None:
+        """After the pass that reduces. DDP rebuilds its buckets before its next pass, which one rank may make alone."""
         try:
-            yield
-        finally:
-            handle.remove()
-        if self._is_reduced:
-            self._check_finished()
-
-    def _check_finished(self) -> None:
-        try:
-            self._model.reducer._rebuild_buckets()  # as DDP does before its next pass
+            self._model.reducer._rebuild_buckets()
         except RuntimeError as error:
             raise GradientError(NOT_ALL_USED) from error
+        self._is_reduced, self._is_waiting = True, False
 
     def complete(self, collection: Collection) -> None:
         if self._is_reduced:
@@ -100,26 +120,31 @@ class DataParallel(Shared):
             parameters = used or parameters[:1]
         elif used and len(used) < len(parameters):
             raise GradientError(NOT_ALL_USED)
-        module, self._model.module = self._model.module, AddsNothing(parameters, self._sparse)
+        module = self._model.module
+        self._model.module = AddsNothing(parameters, self._sparse, dict(module.named_buffers()))
         try:
             with torch.enable_grad():
                 self._model().backward()
         finally:
             self._model.module = module
-        self._is_reduced = True
-        self._check_finished()
+        self._finish()
 
 
 class AddsNothing(nn.Module):
-    """Uses the parameters and adds zero to their gradients."""
+    """Uses the parameters and adds zero to their gradients. Its buffers are the model's, which DDP broadcasts."""
 
-    def __init__(self, parameters: list[Tensor], sparse: set[Tensor]) -> None:
+    def __init__(self, parameters: list[Tensor], sparse: set[Tensor], buffers: dict[str, Tensor]) -> None:
         super().__init__()
         self._used = parameters
         self._sparse = sparse
+        self._of_model = buffers
+
+    def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
+        yield from self._of_model.items()
 
     def forward(self) -> Tensor:
-        zero: Tensor = _Nothing.apply(self._sparse, *self._used)
+        # The last layer first, as in a real backward pass: DDP fills its buckets in the order that it sees
+        zero: Tensor = _Nothing.apply(self._sparse, *reversed(self._used))
         return zero
 
 

@@ -40,7 +40,7 @@ class Sharded(Shared):
         mesh = groups[0].mesh_info.mesh
         own = mesh.get_group() if mesh.ndim == 1 else _group_of(mesh)
         check_group(group, own)
-        super().__init__(own, groups[0].device)
+        super().__init__(model, own, groups[0].device)
         self.divisor = float(groups[0].gradient_divide_factor or self.size)
         self.holds_gradients = reduce == "window"
         self._have_spare: set[int] = set()
@@ -73,6 +73,7 @@ class Sharded(Shared):
 
     def begin(self, micro_batches: Sequence[Any], agreed: Agreed) -> None:
         """Sees that every rank has something to go through the model with."""
+        super().begin(micro_batches, agreed)
         if self.spare is None and micro_batches:
             self.spare = one_sample(micro_batches[0])
         if len(self._have_spare) < self.size:
@@ -129,6 +130,8 @@ class Sharded(Shared):
             raise
 
     def drop(self) -> None:
+        if hasattr(self._model, "reset_iter_state"):  # from torch 2.12 on
+            self._model.reset_iter_state()
         for group in self._param_groups():
             for p in group.fsdp_params:
                 p.unsharded_accumulated_grad = None
@@ -162,8 +165,8 @@ class Sharded(Shared):
             )
         return tuple(total / self.size for total in agreement.total)
 
-    def check_met(self, agreement: Agreement) -> None:
-        if any(agreement.num_passes) and not agreement.num_micro_batches:
+    def check_met(self, agreement: Agreement, *, has_window: bool) -> None:
+        if any(agreement.num_passes) and (has_window or not agreement.num_micro_batches):
             raise OrderError(
                 f"rank {self.rank} ends its window while {sum(agreement.num_passes)} of {self.size} ranks go on: with "
                 "fully_shard give every rank equally many micro-batches, or use step(), which does not need that"

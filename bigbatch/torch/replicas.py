@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.amp import GradScaler
 
-from ..core.errors import OptionError, RankError
+from ..core.errors import OptionError, OrderError, RankError
 from ..core.weight import Terms
 from .agreement import Agreed, Agreement, Share, alone, exchange
 from .gradients import Collection
@@ -82,7 +83,7 @@ class Replicas:
         """Before a micro-batch that is fed by itself; what weights are measured by, if ranks must have it in common."""
         return ()
 
-    def check_met(self, agreement: Agreement) -> None:
+    def check_met(self, agreement: Agreement, *, has_window: bool) -> None:
         """Refuses to end a window that other ranks go on with, if all must feed equally many micro-batches."""
 
     def sum_losses(self, losses: Sequence[Sequence[Any]], by: list[Terms], num_terms: int) -> Callable[[], Terms]:
@@ -98,8 +99,9 @@ class Shared(Replicas):
 
     is_shared = True
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
+        self._has_sync_batch_norm = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.divisor = float(self.size)
         self._device = device
@@ -111,6 +113,13 @@ class Shared(Replicas):
     def agree(self, share: Share) -> Agreed:
         self._is_reduced = False
         return exchange(share, self._host_group)
+
+    def begin(self, micro_batches: Sequence[Any], agreed: Agreed) -> None:
+        if self._has_sync_batch_norm and len(set(agreed().num_passes)) > 1:
+            raise OrderError(
+                f"ranks have {min(agreed().num_passes)} to {max(agreed().num_passes)} micro-batches but SyncBatchNorm "
+                "makes each of them wait for the others in every one: give all ranks equally many"
+            )
 
     @contextmanager
     def telling(self) -> Iterator[None]:

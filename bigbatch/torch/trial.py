@@ -67,9 +67,9 @@ class Trial:
         seen: dict[str, Array] = {}
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         optimizer.register_step_pre_hook(lambda *_: seen.update(self._taken()))
-        accumulator = Accumulator(self.model, optimizer, loss, weight=self.weight, reduction=self.reduction)
         with replay or nullcontext(), warnings.catch_warnings():
             warnings.simplefilter("ignore", BigBatchWarning)  # what there is to say will be a cause
+            accumulator = Accumulator(self.model, optimizer, loss, weight=self.weight, reduction=self.reduction)
             is_applied = accumulator.step(Window(self.micro_batches)).is_applied
         if replay is not None:
             self._notes = [about_randomness(self.model, replay.is_faithful)]
@@ -187,6 +187,7 @@ def in_eval(modules: list[nn.Module]) -> Iterator[None]:
 
 def copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper: compile nothing for a check
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model  # this rank's own
     try:
         twin = copy.deepcopy(model)
     except (RuntimeError, TypeError) as error:

@@ -33,7 +33,7 @@ def hybrid(model: nn.Module) -> nn.Module:
 
 DDP = {
     "ddp": DistributedDataParallel,
-    "ddp, small buckets": lambda model: DistributedDataParallel(model, bucket_cap_mb=0.002),
+    "ddp, small buckets": lambda model: DistributedDataParallel(model, bucket_cap_mb=0.001),
     "ddp, unused looked for": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
     "ddp, buckets as views": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
 }
