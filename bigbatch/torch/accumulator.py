@@ -28,6 +28,7 @@ from .agreement import Agreed, Agreement, Share
 from .gradients import Collection, Gradients, Sums
 from .precision import Precision, is_low
 from .replicas import Reduce
+from .saving import packed, unpacked
 from .sharing import replicas_of
 from .update import Update
 from .weight import Weight, check_all, on_host, read, weigh
@@ -358,12 +359,16 @@ class Accumulator(Update):
     def state_dict(self) -> dict[str, Any]:
         """All that the accumulator knows, in the middle of a window too: gradients, weights, scaler.
 
-        The model, the optimizer and the scheduler are the user's and are saved beside it, as always.
+        The model, the optimizer and the scheduler are the user's and are saved beside it, as always. Where several
+        ranks train the model together, each has a state of its own, for torch.distributed.checkpoint.
         """
+        if self._open is not None:
+            self._replicas.check_saving(len(self._open))
+        window = None if self._open is None else self._open.state_dict(self._gradients.parameters)
         return {
             "num_steps": self.num_steps,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "window": None if self._open is None else self._open.state_dict(self._gradients.parameters),
+            **packed(window, self._replicas),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -375,7 +380,7 @@ class Accumulator(Update):
             raise StateError(
                 f"the state has {has} GradScaler but this accumulator {wants}: use the precision it was saved with"
             )
-        window = state["window"]
+        window = unpacked(state, self._replicas)
         opened = None if window is None else OpenWindow.load(window, self._gradients.parameters, self.reduction)
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])

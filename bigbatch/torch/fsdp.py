@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..core.errors import BatchError, LossError, OptionError, OrderError
+from ..core.errors import BatchError, LossError, OptionError, OrderError, StateError
 from ..core.weight import Terms
 from . import nest
 from .agreement import Agreed, Agreement, Share
@@ -164,6 +164,13 @@ class Sharded(Shared):
                 "does not need that"
             )
         return tuple(total / self.size for total in agreement.total)
+
+    def check_saving(self, num_micro_batches: int) -> None:
+        if self.holds_gradients:
+            raise StateError(
+                f"the gradients of {num_micro_batches} micro-batches are inside of the model until the window ends: "
+                'save after a step, or pass reduce="micro_batch"'
+            )
 
     def check_met(self, agreement: Agreement, *, has_window: bool) -> None:
         if any(agreement.num_passes) and (has_window or not agreement.num_micro_batches):

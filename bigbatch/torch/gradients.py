@@ -205,6 +205,17 @@ def local(tensor: Any) -> Tensor:
     return part
 
 
+def like(whole: Any, part: Tensor) -> Tensor:
+    """The opposite of `local`: a part of something that is sharded as `whole` is."""
+    if not is_sharded(whole):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
 def _values(gradient: Tensor) -> Tensor:
     gradient = local(gradient)
     gradient = gradient._values() if gradient.is_sparse else gradient

@@ -86,6 +86,9 @@ class Replicas:
     def check_met(self, agreement: Agreement, *, has_window: bool) -> None:
         """Refuses to end a window that other ranks go on with, if all must feed equally many micro-batches."""
 
+    def check_saving(self, num_micro_batches: int) -> None:
+        """Refuses to save a window whose gradients cannot be had."""
+
     def sum_losses(self, losses: Sequence[Sequence[Any]], by: list[Terms], num_terms: int) -> Callable[[], Terms]:
         """The loss of the whole batch; fetched when somebody asks."""
         return fetch_weighted(losses, by)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.errors import OrderError, StateError
 from ..core.step import Step
 from ..core.weight import Reduction, Tally, Terms, weighted
-from .gradients import Sums
+from .gradients import Sums, like, local
 from .weight import read
 
 
@@ -44,15 +44,15 @@ class OpenWindow:
             "weights": read(self.tally.weights),
             "reference": self.tally.reference,
             "losses": [[float(value) for value in terms] for terms in self.losses],
-            "gradients": [{number[p]: g.clone() for p, g in sums.items()} for sums in self.sums],
+            "gradients": [{number[p]: local(g).clone() for p, g in sums.items()} for sums in self.sums],
             "units": [float(sums.unit) for sums in self.sums],
             "loss_scale": None if self.loss_scale is None else float(self.loss_scale),
-            "shapes": [tuple(p.shape) for p in parameters],
+            "shapes": [tuple(local(p).shape) for p in parameters],
         }
 
     @classmethod
     def load(cls, state: dict[str, Any], parameters: list[Tensor], reduction: Reduction) -> "OpenWindow":
-        shapes = [tuple(p.shape) for p in parameters]
+        shapes = [tuple(local(p).shape) for p in parameters]
         if state["reduction"] != reduction:
             raise StateError(
                 f"the state was saved with reduction={state['reduction']!r}, this accumulator has "
@@ -82,9 +82,9 @@ class OpenWindow:
         for sums, saved, unit in zip(window.sums, state["gradients"], state["units"], strict=True):
             sums.unit = unit
             for k, g in saved.items():
-                if not 0 <= k < len(parameters) or g.shape != parameters[k].shape:
+                if not 0 <= k < len(parameters) or tuple(g.shape) != shapes[k]:
                     raise StateError(f"the state has a gradient for parameter {k} that fits none of {len(parameters)}")
-                sums[parameters[k]] = g.to(parameters[k].device, copy=True)
+                sums[parameters[k]] = like(parameters[k], g.to(parameters[k].device, copy=True))
         return window
 
 
