@@ -5,6 +5,8 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constr
 ALL := '.[torch,tensorflow,keras,cli]'
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+RANKS := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone
+ON_FOUR_RANKS := not views and not small and not verify
 export TF_CPP_MIN_LOG_LEVEL := 3
 
 .PHONY: demo test check format bench exactness pictures clean
@@ -16,6 +18,8 @@ demo: .venv/demo
 test: .venv/test
 	$(PYTEST) tests/core
 	$(PYTEST) tests/torch
+	$(RANKS) --nproc-per-node 2 -m pytest -q -x tests/ranks
+	$(RANKS) --nproc-per-node 4 -m pytest -q -x tests/ranks -k "$(ON_FOUR_RANKS)"
 	$(PYTEST) tests/tensorflow
 	KERAS_BACKEND=tensorflow $(PYTEST) tests/keras
 	KERAS_BACKEND=jax $(PYTEST) tests/keras
@@ -39,6 +43,7 @@ bench: .venv/bench
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.tensorflow
+	$(RANKS) --nproc-per-node 2 -m benchmarks.ranks
 
 # Writes the tables of docs/exactness.md and README.md.
 exactness: .venv/bench

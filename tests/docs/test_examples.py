@@ -1,8 +1,12 @@
 """Every example runs, and says what it promises."""
 
+import os
 import re
+import secrets
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -45,3 +49,33 @@ def test_tensorflow_mirrored() -> None:
     assert float(re.search(r"held-out digits: ([\d.]+)%", output)[1]) > 95
     assert "348 samples" in output
     assert "traces: 1" in output
+
+
+def processes_of(session: int) -> list[str]:
+    listed = subprocess.run(["ps", "-A", "-o", "sid=,pid=,args="], check=True, capture_output=True, text=True).stdout
+    return [line for line in listed.splitlines() if line.split()[0] == str(session)]
+
+
+def test_torch_ray() -> None:
+    """Two workers with uneven data end with the weights of one process, and no process of Ray's is left."""
+    command = [sys.executable, str(FOLDER / "torch_ray.py")]
+    # Not tmp_path: Ray puts sockets there, whose paths may have 107 characters at most.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        # With a token given, Ray does not write one into the home folder.
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        environment = {**os.environ, **token, "RAY_TMPDIR": folder}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=300)
+            finally:
+                process.kill()  # where it still runs; Ray's processes end with it
+        end = time.monotonic() + 30
+        while (left := processes_of(process.pid)) and time.monotonic() < end:
+            time.sleep(0.1)
+    assert process.returncode == 0
+    assert left == []
+    assert len(re.findall(r"^epoch +\d+: loss [\d.]+$", output, re.MULTILINE)) == 15
+    assert float(re.search(r"weights are (\S+) apart", output)[1]) < 1e-12
+    assert float(re.search(r"held-out digits: ([\d.]+)%", output)[1]) > 95

@@ -12,13 +12,13 @@ from torch.nn.functional import cross_entropy
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OF_TENSORFLOW = ("tensorflow.md", "keras.md")
+ELSEWHERE = ("tensorflow.md", "keras.md", "distributed.md")
 
 
 def blocks() -> Iterator[Any]:
     for page in PAGES:
-        if page.name in OF_TENSORFLOW:
-            continue  # frameworks fight in one process: tests/tensorflow and tests/keras run these
+        if page.name in ELSEWHERE:
+            continue  # frameworks fight in one process: tests/tensorflow, tests/keras and tests/ranks run these
         for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)):
             if "bigbatch.keras" not in code:
                 yield pytest.param(code, id=f"{page.name}-{number}")

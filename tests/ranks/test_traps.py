@@ -440,7 +440,10 @@ def test_mixed_precision_of_fsdp_is_close(rank: int, size: int, policy: dict[str
 def test_contexts_that_would_keep_gradients_from_being_reduced(rank: int, size: int) -> None:
     work = uneven(size)
     accumulator, before = make(work, "ddp")
-    with accumulator.model.no_sync(), pytest.raises(OrderError, match=r"inside of model.no_sync"):
+    model: Any = accumulator.model
+    with model.join(), pytest.raises(OrderError, match=r"inside of model.join"):
+        accumulator.step(work.own(rank)[0])
+    with model.no_sync(), pytest.raises(OrderError, match=r"inside of model.no_sync"):
         accumulator.step(work.own(rank)[0])
     assert torch.equal(flat(accumulator.model), before)
 
