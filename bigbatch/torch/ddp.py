@@ -124,7 +124,7 @@ class DataParallel(Shared):
         self._model.module = AddsNothing(parameters, self._sparse, dict(module.named_buffers()))
         try:
             with torch.enable_grad():
-                self._model().backward()
+                self._model(None).backward()  # with device_ids, DDP wants something to bring to the device
         finally:
             self._model.module = module
         self._finish()
@@ -142,7 +142,7 @@ class AddsNothing(nn.Module):
     def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
         yield from self._of_model.items()
 
-    def forward(self) -> Tensor:
+    def forward(self, _: None) -> Tensor:
         # The last layer first, as in a real backward pass: DDP fills its buckets in the order that it sees
         zero: Tensor = _Nothing.apply(self._sparse, *reversed(self._used))
         return zero

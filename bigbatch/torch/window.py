@@ -128,9 +128,17 @@ def fetch_weighted(losses: Sequence[Sequence[Any]], by: list[Terms]) -> Callable
 
 def weighted_now(losses: Sequence[Sequence[Any]], by: list[Terms], num_terms: int, device: torch.device) -> Tensor:
     """The same as a tensor on the device; zero if there are none. Nothing is waited for."""
-    if not losses:
-        return torch.zeros(num_terms, dtype=torch.float64, device=device)
-    values = torch.stack([torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in terms])
-                          for terms in losses])  # fmt: skip
-    scales = torch.tensor(by, dtype=torch.float64, device=device)
-    return torch.where(scales != 0, values * scales, 0.0).sum(0)
+    if not any(isinstance(value, Tensor) for terms in losses for value in terms):
+        return torch.tensor(
+            weighted([*map(tuple, losses)], by) or [0.0] * num_terms, dtype=torch.float64, device=device
+        )
+    sums = []
+    for values, scales in zip(zip(*losses, strict=True), zip(*by, strict=True), strict=True):
+        counted = [(value, scale) for value, scale in zip(values, scales, strict=True) if scale]
+        if not counted:
+            sums.append(torch.zeros((), dtype=torch.float64, device=device))
+            continue
+        kept, factors = zip(*counted, strict=True)
+        products = torch._foreach_mul(list(torch.stack(kept).double().unbind()), factors)  # takes plain numbers along
+        sums.append(torch.stack(products).sum())
+    return torch.stack(sums)

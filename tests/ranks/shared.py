@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +20,12 @@ MICRO_BATCH_SIZE = 4
 NAMES = ("replicate", "shard")
 
 
+def cpu_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
 def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    options.setdefault("mesh", cpu_mesh())
     for child in model.children():
         if list(child.parameters()):
             fully_shard(child, **options)

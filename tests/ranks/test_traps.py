@@ -24,7 +24,7 @@ from bigbatch import (
 from bigbatch.torch import Accumulator, train_with_accumulation, verify
 from tests.torch.training import Batch, flat, make_loss, make_model, sgd
 
-from .shared import WRAPS, Work, error_of, sharded, train_whole, whole, wrapped
+from .shared import WRAPS, Work, cpu_mesh, error_of, sharded, train_whole, whole, wrapped
 
 every_wrap = pytest.mark.parametrize("wrap", ["ddp", "ddp, buckets as views", "fsdp, window", "fsdp, micro_batch"])
 
@@ -382,13 +382,13 @@ def low_inside(**policy: Any) -> nn.Module:
 
 def half_sharded() -> nn.Module:
     model = linear()
-    fully_shard(model[0])
+    fully_shard(model[0], mesh=cpu_mesh())
     return model
 
 
 def one_left_out() -> nn.Module:
     model = linear()
-    return fully_shard(model, ignored_params=set(model[1].parameters()))
+    return fully_shard(model, mesh=cpu_mesh(), ignored_params=set(model[1].parameters()))
 
 
 @pytest.mark.parametrize(
