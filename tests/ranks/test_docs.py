@@ -1,6 +1,5 @@
 """What docs/distributed.md shows is run as it stands there, on every rank."""
 
-import os
 import re
 from pathlib import Path
 
@@ -14,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch.distributed.checkpoint's own
-def test_code_of_the_page(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_code_of_the_page(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     training, saving = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     begin = "dist.init_process_group()\n"
     assert begin in training  # which has happened here
@@ -24,6 +23,6 @@ def test_code_of_the_page(tmp_path_factory: pytest.TempPathFactory) -> None:
     assert not torch.equal(flat(names["model"]), before)
     folder = [str(tmp_path_factory.mktemp("page"))]
     torch.distributed.broadcast_object_list(folder)
-    os.chdir(folder[0])
+    monkeypatch.chdir(folder[0])
     exec(compile(saving, "page", "exec"), names)
     assert (Path(folder[0]) / "checkpoint" / ".metadata").exists()
