@@ -57,7 +57,7 @@ class Ranks:
     def let_others_speak(self, error: BaseException | None) -> None:
         """Waits before an error is told: torchrun ends this process if the rank whose error it is ends meanwhile."""
         if self.num > 1:
-            time.sleep(5.0 if isinstance(error, RankError) else 0.0 if self.is_first else 1.0)
+            time.sleep(10.0 if isinstance(error, RankError) else 0.0 if self.is_first else 3.0)
 
     def leave(self, code: int) -> None:
         """Ends the process at once if there are others: Python would wait for reductions that nobody completes."""
