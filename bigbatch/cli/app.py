@@ -19,6 +19,7 @@ from ..core.errors import BigBatchError, BigBatchWarning, OptionError
 from ..core.step import to_json
 from . import errors
 from .errors import TaskRaisedError
+from .ranks import here, ranks_of, refuse_several
 
 app = typer.Typer(
     help="Train with the batch you want on the memory you have, and get exactly the same gradient.",
@@ -32,6 +33,8 @@ app = typer.Typer(
 def run() -> None:
     """Runs the command, and makes of everything that goes wrong a sentence and an exit code."""
     warnings.showwarning = show_warning
+    if here().num > 1:  # read when torch is imported: DDP warns where all parameters are used, as they mostly are
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app(standalone_mode=True)
     except BrokenPipeError:
@@ -49,7 +52,8 @@ def show_warning(
 ) -> None:
     """Ours as sentences, without a line of code."""
     if issubclass(category, BigBatchWarning):
-        print(f"bigbatch: {message}", file=sys.stderr)
+        if here().is_first:
+            print(f"bigbatch: {message}", file=sys.stderr)
     else:
         sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
 
@@ -72,14 +76,21 @@ def told(command: Callable[..., int | None]) -> Callable[..., None]:
             code = say(f"{error.strerror or error}{where}: nothing was overwritten; see that the folder can be written "
                        "to and has space, or pass another --out", errors.NOT_WRITTEN)  # fmt: skip
         except KeyboardInterrupt:
-            code = say("interrupted", errors.INTERRUPTED)
+            code = say("interrupted", errors.INTERRUPTED) if here().is_first else errors.INTERRUPTED
+        except Exception:
+            if here().num == 1:
+                raise
+            code = say(traceback.format_exc(), errors.TASK_RAISED)
+        here().leave(code or 0)
         raise typer.Exit(code or 0)
 
     return telling
 
 
 def say(text: str, code: int, prefix: str = "bigbatch: ") -> int:
-    print(f"{prefix}{text}", file=sys.stderr)
+    ranks = here()
+    ranks.let_others_speak(sys.exception())
+    print(f"bigbatch (rank {ranks.rank}): {text}" if ranks.num > 1 else f"{prefix}{text}", file=sys.stderr)
     return code
 
 
@@ -176,8 +187,11 @@ def train(
     found = load_task(task, framework)
     chosen = configs.merged(found, flags, file)
     folder = resume or out or Path("runs") / f"{found.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    screen = Screen(is_quiet=quiet or as_json)
-    summary = run_training(found, chosen, folder, screen, is_resumed=resume is not None)
+    ranks = ranks_of(found)
+    screen = Screen(is_quiet=quiet or as_json or not ranks.is_first)
+    summary = run_training(found, chosen, folder, screen, ranks, is_resumed=resume is not None)
+    if summary is None:
+        return None
     screen.table(summary, str(folder))
     if as_json:
         print(json.dumps(to_json({**summary, "folder": str(folder)}), allow_nan=False))
@@ -202,6 +216,7 @@ def verify(
     from .verification import as_json as verification_as_json
     from .verification import as_table
 
+    refuse_several("verify")
     found = load_task(task, framework)
     flags = {
         "batch_size": batch_size, "micro_batch_size": whole(micro_batch_size), "seed": seed, "device": device,
@@ -230,6 +245,7 @@ def report(
     """Make one page of one or several run folders."""
     from .report import write_report
 
+    refuse_several("report")
     write_report(runs, out)
     print(out)
 
@@ -240,6 +256,7 @@ def doctor() -> None:
     """Say what is installed, which devices can be used, and what is missing."""
     from .doctor import examine
 
+    refuse_several("doctor")
     examine(Console())
 
 

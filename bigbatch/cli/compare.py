@@ -15,6 +15,7 @@ from ..core.step import from_json
 from .config import Config, option
 from .errors import NOT_EXACT
 from .folder import FULL_BATCH, HISTORY, RunFolder
+from .ranks import environment_of_one
 from .screen import Screen
 
 BIGBATCH = [sys.executable, "-m", "bigbatch"]
@@ -39,7 +40,7 @@ def verified(config: Config, screen: Screen) -> dict[str, Any] | None:
     flags = [[option(name), str(getattr(config, name))] for name in options if getattr(config, name) is not None]
     done = subprocess.run(
         [*BIGBATCH, "verify", config.task, *framework_of(config), *itertools.chain(*flags), "--json"],
-        capture_output=True, text=True, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment_of_one(),
     )  # fmt: skip
     if done.returncode not in (0, NOT_EXACT):
         lines = done.stderr.strip().splitlines()
@@ -68,6 +69,7 @@ def run_full_batch(config: Config, num_steps: int, folder: RunFolder, screen: Sc
             [*BIGBATCH, "train", config.task, *framework_of(config), "--config", str(wanted),
              "--out", str(folder.path), "--quiet"],
             stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True,
+            env=environment_of_one(),
         )  # fmt: skip
     try:
         while child.poll() is None:

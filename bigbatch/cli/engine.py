@@ -12,10 +12,13 @@ from ..core.step import Step
 from ..core.verification import Verification
 from .config import Config
 from .errors import TaskError
+from .ranks import Ranks
 from .task import Task, their_own_errors
 
 EPSILON = 1e-5
 """Of Adam where the task has no optimizer: with its usual 1e-8 a weight whose gradient vanishes moves by rounding."""
+
+ALONE = Ranks()
 
 
 class Engine(Protocol):
@@ -47,7 +50,7 @@ class Engine(Protocol):
     def verify(self, batch: Any) -> Verification: ...
 
 
-def make_engine(task: Task, config: Config) -> Engine:
+def make_engine(task: Task, config: Config, ranks: Ranks = ALONE) -> Engine:
     """The engine of the task's framework, which is imported here and not before."""
     random.seed(config.seed)
     np.random.seed(config.seed)
@@ -56,7 +59,7 @@ def make_engine(task: Task, config: Config) -> Engine:
             case "torch":
                 from .torch_engine import TorchEngine
 
-                return TorchEngine(task, config)
+                return TorchEngine(task, config, ranks)
             case "tensorflow":
                 from .tensorflow_engine import TensorFlowEngine
 

@@ -1,7 +1,8 @@
 """The run folder: what a run leaves behind."""
 
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,7 +17,7 @@ from .config import Config
 CONFIG, HISTORY, SUMMARY, MODEL, REPORT = (
     "config.toml", "history.jsonl", "summary.json", "model.safetensors", "report.html",
 )  # fmt: skip
-FULL_BATCH = "full_batch"
+FULL_BATCH, STATE = "full_batch", "state"
 
 
 class RunFolder:
@@ -64,6 +65,18 @@ class RunFolder:
             raise StateError(f"{path} has {len(lines)} steps but the saved state {num}: the run cannot go on")
         self.write(HISTORY, "".join(lines[:num]))
 
+    def save_state(self, write: Callable[[Path], None]) -> None:
+        """What `write` puts into a folder; each file takes the place of the one before when all are written."""
+        part, state = self.path / f"{STATE}.part", self.path / STATE
+        try:
+            part.mkdir(exist_ok=True)
+            write(part)
+            state.mkdir(exist_ok=True)
+            for file in part.iterdir():
+                file.replace(state / file.name)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
     def write_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         write_whole(self.path / MODEL, save({name: np.ascontiguousarray(array) for name, array in weights.items()}))
 
@@ -79,3 +92,19 @@ class RunFolder:
         """How many steps are in the history so far."""
         path = self.path / HISTORY
         return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+class OthersFolder(RunFolder):
+    """The folder of a run for a rank that leaves the writing to the first."""
+
+    def write(self, name: str, text: str) -> None:
+        pass
+
+    def add_step(self, record: Mapping[str, Any]) -> None:
+        pass
+
+    def keep_steps(self, num: int) -> None:
+        pass
+
+    def save_state(self, write: Callable[[Path], None]) -> None:
+        pass

@@ -62,7 +62,8 @@ class Screen:
 
     def table(self, summary: Mapping[str, Any], folder: str) -> None:
         """The closing table."""
-        table = Table(title=f"{summary['task']} on {summary['framework']}", title_justify="left")
+        ranks = f", {summary['num_ranks']} ranks" if summary["num_ranks"] > 1 else ""
+        table = Table(title=f"{summary['task']} on {summary['framework']}{ranks}", title_justify="left")
         full = summary["full_batch"]
         has_full = full is not None and full["status"] == "finished"
         table.add_column("")

@@ -21,15 +21,16 @@ from .config import Config
 from .engine import EPSILON, check_kind, scores_of
 from .errors import TaskError
 from .memory import HostPeak
+from .ranks import Ranks
 from .task import Task, call_with, their_own_errors
 
 
 class TorchEngine:
     """As engine.py wants it."""
 
-    def __init__(self, task: Task, config: Config) -> None:
-        self.task = task
-        self._device = device_of(config.device)
+    def __init__(self, task: Task, config: Config, ranks: Ranks) -> None:
+        self.task, self.ranks, self.seed = task, ranks, config.seed
+        self._device = ranks.join(device_of(config.device))
         self.device = str(self._device)
         torch.manual_seed(config.seed)
         with their_own_errors():
@@ -40,7 +41,7 @@ class TorchEngine:
         self._lrs = [group["lr"] / config.scaled_lr for group in self.optimizer.param_groups]
         self.micro_batch_size = config.micro_batch_size
         self.accumulator = Accumulator(
-            self.model,
+            ranks.together(self.model),
             self.optimizer,
             task.loss,
             micro_batch_size=config.micro_batch_size,
@@ -65,14 +66,14 @@ class TorchEngine:
         return optimizer
 
     def step(self, batch: Any) -> Step:
-        batch = self._on_device(batch)
+        batch = self._on_device(self.ranks.share(default_convert(batch)))
         if self._peak is None:
             self._warm_up(batch)
             self._peak = HostPeak()
             if self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
                 self._before = torch.cuda.memory_allocated(self._device)
-        with their_own_errors():
+        with their_own_errors(), self.ranks.own_random(self.seed, self.accumulator.num_steps):
             return self.accumulator.step(batch)
 
     def _warm_up(self, batch: Any) -> None:
@@ -82,7 +83,7 @@ class TorchEngine:
             torch.autograd.backward(list(as_terms(found)))
 
     def _on_device(self, batch: Any) -> Any:
-        return nest.map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), default_convert(batch))
+        return nest.map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
 
     def set_lr(self, lr: float) -> None:
         """Groups whose rates differ keep their ratios."""
@@ -133,7 +134,7 @@ class TorchEngine:
         torch.cuda.set_rng_state_all(of_devices)
 
     def verify(self, batch: Any) -> Verification:
-        batch = self._on_device(batch)
+        batch = self._on_device(default_convert(batch))
         with their_own_errors():
             return verify(self.model, batch, self.task.loss, self.micro_batch_size, weight=self.task.weight)
 

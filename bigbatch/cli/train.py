@@ -1,7 +1,7 @@
 """`bigbatch train`: the steps, what they leave, and the comparison with the full batch."""
 
+import dataclasses
 import json
-import shutil
 import signal
 import time
 from collections.abc import Iterable, Iterator
@@ -12,47 +12,49 @@ from typing import Any, TypeVar
 from .. import __version__
 from ..core.errors import BatchError, StateError
 from ..core.step import History
+from ..core.window import shares
 from . import compare, report
 from .config import Config
 from .engine import Engine, make_engine
-from .folder import HISTORY, REPORT, RunFolder
+from .folder import HISTORY, REPORT, STATE, OthersFolder, RunFolder
+from .ranks import Ranks
 from .screen import Screen
 from .task import Task
 from .tensorboard import EventFile
 
 Item = TypeVar("Item")
-STATE = "state"
 PLACE = ("num_steps", "epoch", "place", "num_samples", "num_applied", "seconds")
 """How far a run has come."""
 
 
 class Interruption:
-    """Ctrl-C ends the run after the step that is under way; a second one ends it at once."""
+    """Ctrl-C ends the run after the step that is under way, the same on all ranks; a second one ends it at once."""
 
     def __init__(self) -> None:
-        self.is_wanted = False
+        self.is_asked = self.is_agreed = False
 
     def __enter__(self) -> "Interruption":
         self._before = signal.signal(signal.SIGINT, self._ask)
         return self
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.is_wanted:
+        if self.is_asked:
             raise KeyboardInterrupt
-        self.is_wanted = True
+        self.is_asked = True
 
     def __exit__(self, *_: Any) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        if self.is_asked or not self.is_agreed:  # else only another rank was asked so far, and this one will be
+            signal.signal(signal.SIGINT, self._before)
 
 
 class Training:
     """A run, from its first step or from where it was saved."""
 
-    def __init__(self, task: Task, config: Config, folder: RunFolder, screen: Screen) -> None:
-        self.task, self.config, self.folder, self.screen = task, config, folder, screen
+    def __init__(self, task: Task, config: Config, folder: RunFolder, screen: Screen, ranks: Ranks) -> None:
+        self.task, self.config, self.folder, self.screen, self.ranks = task, config, folder, screen, ranks
         self.num_steps = self.epoch = self.place = self.num_samples = self.num_applied = 0
         self.seconds = 0.0
-        self.engine: Engine = make_engine(task, config)
+        self.engine: Engine = make_engine(task, config, ranks)
         self.total = self._total()
         self.peak_bytes: int | None = None
 
@@ -91,7 +93,7 @@ class Training:
             with Interruption() as interruption:
                 while not self._is_done():
                     self._run_epoch(began, interruption, events)
-                    if interruption.is_wanted:
+                    if self._is_interrupted(interruption):
                         return False
         finally:
             self.screen.end()
@@ -99,6 +101,10 @@ class Training:
             if events is not None:
                 events.close()
         return True
+
+    def _is_interrupted(self, interruption: Interruption, *of_all: Any) -> bool:
+        interruption.is_agreed |= self.ranks.agree(interruption.is_asked, *of_all)
+        return interruption.is_agreed
 
     def _is_done(self) -> bool:
         if self.config.steps is not None:
@@ -113,7 +119,7 @@ class Training:
                 continue
             self._step(batch, is_last, began, events)
             self.epoch, self.place = (self.epoch + 1, 0) if is_last else (self.epoch, place + 1)
-            if interruption.is_wanted or self._is_done():
+            if self._is_interrupted(interruption, batch, is_last) or self._is_done():
                 break
         if self.num_steps == before:
             raise BatchError(f"batches() of {self.task.name} gave 0 batches in epoch {self.epoch + 1}")
@@ -139,18 +145,18 @@ class Training:
         self.screen.step(self.num_steps, {**record, "samples_so_far": self.num_samples}, self.peak_bytes)
 
     def save(self) -> None:
-        """All that `resume` needs; each file takes the place of the one before when all are written."""
-        folder = self.folder.path
-        part, state = folder / f"{STATE}.part", folder / STATE
-        try:
-            part.mkdir(exist_ok=True)
-            self.engine.save(part)
-            (part / "place.json").write_text(json.dumps({name: getattr(self, name) for name in PLACE}))
-            state.mkdir(exist_ok=True)
-            for file in part.iterdir():
-                file.replace(state / file.name)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+        """All that `resume` needs."""
+
+        def write(folder: Path) -> None:
+            self.engine.save(folder)
+            (folder / "place.json").write_text(json.dumps({name: getattr(self, name) for name in PLACE}))
+
+        self.folder.save_state(write)
+
+    def _num_micro_batches(self) -> int:
+        """Of a step, of all ranks."""
+        parts = shares(self.config.batch_size, self.ranks.num)
+        return sum(-(-(part.stop - part.start) // self.config.micro_batch_size) for part in parts)
 
     def summary(self, *, is_finished: bool) -> dict[str, Any]:
         return {
@@ -161,7 +167,8 @@ class Training:
             "status": "finished" if is_finished else "interrupted",
             "batch_size": self.config.batch_size,
             "micro_batch_size": self.config.micro_batch_size,
-            "num_micro_batches": -(-self.config.batch_size // self.config.micro_batch_size),
+            "num_micro_batches": self._num_micro_batches(),
+            "num_ranks": self.ranks.num,
             "num_steps": self.num_steps,
             "num_epochs": self.epoch,
             "num_samples": self.num_samples,
@@ -186,14 +193,16 @@ def marked(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
         yield item, True
 
 
-def train(task: Task, config: Config, out: Path, screen: Screen, *, is_resumed: bool = False) -> dict[str, Any]:
-    """The whole job; returns the summary."""
+def train(
+    task: Task, config: Config, out: Path, screen: Screen, ranks: Ranks, *, is_resumed: bool = False
+) -> dict[str, Any] | None:
+    """The whole job; returns the summary, and None on a rank that only helps with the steps."""
+    if not ranks.is_first:
+        run_training(task, dataclasses.replace(config, tensorboard=False), OthersFolder(out), screen, ranks, is_resumed)
+        return None
     folder = RunFolder.create(out, is_continued=is_resumed)
     folder.write_config(config)
-    training = Training(task, config, folder, screen)
-    if is_resumed:
-        training.resume()
-    is_finished = training.run()
+    training, is_finished = run_training(task, config, folder, screen, ranks, is_resumed)
     folder.write_weights(training.engine.weights())  # before the task's own evaluate, which may fail
     summary = training.summary(is_finished=is_finished)
     folder.write_summary(summary)
@@ -202,3 +211,15 @@ def train(task: Task, config: Config, out: Path, screen: Screen, *, is_resumed: 
         folder.write_summary(summary)
     report.write_report([folder.path], folder.path / REPORT)
     return summary
+
+
+def run_training(
+    task: Task, config: Config, folder: RunFolder, screen: Screen, ranks: Ranks, is_resumed: bool
+) -> tuple[Training, bool]:
+    """The steps, which all ranks make; and whether they were made to the end."""
+    training = Training(task, config, folder, screen, ranks)
+    if is_resumed:
+        training.resume()
+    is_finished = training.run()
+    ranks.end()
+    return training, is_finished

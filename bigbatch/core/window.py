@@ -1,7 +1,7 @@
 """A stream of micro-batches becomes windows; a batch size becomes cuts."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any, Generic, TypeVar, overload
 
 from .errors import OptionError
@@ -81,6 +81,12 @@ def steps_at(accumulation_steps: AccumulationSteps, step: int) -> int:
 def cuts(batch_size: int, micro_batch_size: int) -> list[slice]:
     """Where a batch is cut: all micro-batches full but the last, which takes what is left."""
     return [slice(start, min(start + micro_batch_size, batch_size)) for start in range(0, batch_size, micro_batch_size)]
+
+
+def shares(batch_size: int, num_ranks: int) -> list[slice]:
+    """What each rank has of a batch: as even as can be, the first ones have more; some have nothing if it is small."""
+    ends = [-(-batch_size * rank // num_ranks) for rank in range(num_ranks + 1)]
+    return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
 def positive(name: str, value: Any) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import BatchError
-from ..core.window import cuts
+from ..core.window import cuts, shares
 
 
 def map_tensors(change: Callable[[Tensor], Any], nest: Any) -> Any:
@@ -112,6 +112,19 @@ def cut(batch: Any, micro_batch_size: int) -> tuple[list[Any], list[int]]:
     return [map_tensors(_next_of(row), batch) for row in rows], sizes
 
 
+def share(batch: Any, rank: int, num_ranks: int) -> Any:
+    """What one rank has of a batch that all of them know; None if that is nothing."""
+    part = shares(batch_size(batch), num_ranks)[rank]
+    if part.start == part.stop:
+        return None
+    return map_tensors(lambda tensor: _piece(tensor, part) if tensor.ndim else tensor, batch)
+
+
+def _piece(tensor: Tensor, part: slice) -> Tensor:
+    is_sparse = tensor.layout is torch.sparse_coo
+    return torch.narrow_copy(tensor, 0, part.start, part.stop - part.start) if is_sparse else tensor[part]
+
+
 def _next_of(row: tuple[Tensor, ...]) -> Callable[[Tensor], Tensor]:
     in_order = iter(row)
     return lambda _: next(in_order)
@@ -123,7 +136,7 @@ def _pieces(tensor: Tensor, parts: list[slice]) -> Sequence[Tensor]:
     if tensor.layout is torch.strided and not tensor.is_nested:
         return tensor.split(parts[0].stop)  # type: ignore[no-any-return]
     if tensor.layout is torch.sparse_coo:
-        return [torch.narrow_copy(tensor, 0, part.start, part.stop - part.start) for part in parts]
+        return [_piece(tensor, part) for part in parts]
     raise BatchError(
         f"a tensor of the batch has the layout {tensor.layout}, which cannot be cut: "
         "pass it dense, or feed its micro-batches as a Window"

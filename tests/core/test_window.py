@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigbatch import BigBatchError, OptionError, Window, windows
-from bigbatch.core.window import cuts
+from bigbatch.core.window import cuts, shares
 
 stable = settings(derandomize=True, database=None, deadline=None)
 
@@ -211,3 +211,14 @@ def test_cuts_cover_the_batch_in_order_and_all_are_full_but_the_last(batch_size,
 )
 def test_cuts_of_seven(micro_batch_size, sizes):
     assert [part.stop - part.start for part in cuts(7, micro_batch_size)] == sizes
+
+
+@stable
+@given(st.integers(1, 60), st.integers(1, 65))
+def test_shares_cover_the_batch_in_order_and_differ_by_one_at_most(batch_size, num_ranks):
+    parts = shares(batch_size, num_ranks)
+    assert len(parts) == num_ranks
+    assert [sample for part in parts for sample in range(part.start, part.stop)] == list(range(batch_size))
+    sizes = [part.stop - part.start for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes[0] == max(sizes)

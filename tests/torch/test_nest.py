@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.tokenization_utils_base import BatchEncoding
 
 from bigbatch import BatchError
-from bigbatch.torch.nest import batch_size, cut, leaves, map_tensors, tensors
+from bigbatch.torch.nest import batch_size, cut, leaves, map_tensors, share, tensors
 
 N = 7
 SIZES = [3, 3, 1]
@@ -407,3 +407,18 @@ def test_an_array_with_a_row_per_sample_is_refused(make):
     with pytest.raises(BatchError, match=r"numpy array with 7 rows for 7 samples"):
         cut(make(np.zeros((7, 2))), 3)
     assert len(cut(make(np.zeros((5, 2))), 3)[0]) == 3
+
+
+def test_shares_of_ranks() -> None:
+    batch = {"x": X, "y": (Y.to_sparse(), "note"), "scale": torch.tensor(2.0)}
+    first, second = (share(batch, rank, 2) for rank in range(2))
+    assert torch.equal(first["x"], X[:4])
+    assert torch.equal(second["x"], X[4:])
+    assert torch.equal(second["y"][0].to_dense(), Y[4:])
+    assert second["y"][1] == "note"
+    assert second["scale"] == 2
+    assert [None if part is None else len(part) for part in (share(X[:2], rank, 3) for rank in range(3))] == [
+        1,
+        1,
+        None,
+    ]
