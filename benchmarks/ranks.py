@@ -138,7 +138,8 @@ def main() -> None:
     peaks = {name: peak_bytes(step) for name, step in functions.items()}
     if dist.get_rank() == 0:
         rows = []
-        for name, one in found.items():
+        for name in functions:
+            one = found[name]
             times = f"{one.ratio:.2f}", f"{one.low:.2f}–{one.high:.2f}", f"{1000 * one.seconds:.0f}"
             rows.append((name, *times, mebibytes(peaks[name])))
         header = ("", "time per window, reduced every time = 1", "quartiles", "ms", "peak of a window, MiB")
