@@ -18,7 +18,7 @@ from bigbatch import StateError
 from bigbatch.torch import Accumulator
 from tests.torch.training import make_model
 
-from .shared import Work, whole, wrapped
+from .shared import Work, error_of, whole, wrapped
 
 STEPS = 3
 KINDS = ["ddp", "fsdp, micro_batch"]
@@ -68,6 +68,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("wrap", KINDS)
 @pytest.mark.parametrize("stop", [2, 3])
 def test_taken_up_bit_for_bit(size: int, folder: Path, wrap: str, stop: int) -> None:
+    """Or, with DDP and more than two ranks, to rounding: in its first step, other buckets add up in another order."""
     undisturbed = Run(wrap, size)
     undisturbed.feed(0, 6)
     stopped = Run(wrap, size)
@@ -76,7 +77,11 @@ def test_taken_up_bit_for_bit(size: int, folder: Path, wrap: str, stop: int) -> 
     resumed = Run(wrap, size).load(folder)
     assert resumed.accumulator.num_steps == 1
     resumed.feed(stop, 6)
-    assert torch.equal(whole(resumed.model), whole(undisturbed.model))
+    found, expected = whole(resumed.model), whole(undisturbed.model)
+    if wrap == "ddp" and size > 2:
+        assert error_of(found, expected) < 1e-14
+    else:
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
