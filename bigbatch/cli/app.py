@@ -89,7 +89,9 @@ def told(command: Callable[..., int | None]) -> Callable[..., None]:
 
 def say(text: str, code: int, prefix: str = "bigbatch: ") -> int:
     ranks = here()
-    ranks.let_others_speak(sys.exception())
+    error = sys.exception()
+    ranks.let_others_speak(error)
+    ranks.record(error)
     print(f"bigbatch (rank {ranks.rank}): {text}" if ranks.num > 1 else f"{prefix}{text}", file=sys.stderr)
     return code
 

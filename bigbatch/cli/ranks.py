@@ -59,6 +59,13 @@ class Ranks:
         if self.num > 1:
             time.sleep(10.0 if isinstance(error, RankError) else 0.0 if self.is_first else 3.0)
 
+    def record(self, error: BaseException | None) -> None:
+        """Leaves the error where torchrun looks for what it shows as the root cause."""
+        if self.num > 1 and error is not None:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
+
     def leave(self, code: int) -> None:
         """Ends the process at once if there are others: Python would wait for reductions that nobody completes."""
         if self.num > 1 and code:
