@@ -133,6 +133,7 @@ class Accumulator(Update):
         with self._replicas.telling():
             micro_batches, sizes = self._micro_batches(batch)
             weights = [(size,) for size in sizes] if self.weight is None else weigh(micro_batches, self.weight)
+            self._replicas.check(self._gradients, weights if self.reduction == "mean" else ())
         passes = [
             (micro_batch, weight)
             for micro_batch, weight in zip(micro_batches, weights, strict=True)
@@ -150,13 +151,14 @@ class Accumulator(Update):
         self._replicas.begin([micro_batch for micro_batch, _ in passes], agreed)
         with self._replicas.window(), self._gradients.collecting(sums) as collection:
             for number, (micro_batch, weight) in enumerate(passes):
-                with self._replicas.passing(is_last=self._replicas.is_last(number, len(passes), agreed)):
+                is_last = self._replicas.is_last(number, len(passes), agreed, is_whole=self._is_whole(weight))
+                with self._replicas.passing(is_last=is_last):
                     losses.append(self._accumulate(loss, micro_batch, weight, scales_of, collection))
             for number in range(len(passes), self._replicas.num_passes(agreed)):
                 with self._replicas.passing(is_last=self._replicas.is_last(number, len(passes), agreed)):
                     self._add_nothing(loss)
             if agreed().has_weight(self.reduction):
-                self._replicas.complete(collection)
+                self._replicas.complete(collection, is_whole=all(self._is_whole(weight) for _, weight in passes))
         gradients.scale(gradients.values(sums), sums.unit)
         summed = self._replicas.sum_losses(losses, [scales_of(w) for _, w in passes], len(agreed().total))
         return self._apply(sums, summed, agreed(), micro_batch_size)
@@ -196,10 +198,11 @@ class Accumulator(Update):
 
     def _add_nothing(self, loss: Loss) -> None:
         """Goes through the model for the sake of ranks that have more micro-batches; what it adds counts zero."""
-        with self._replicas.buffers_kept(), self._precision.autocast():
-            terms = as_terms(loss(self.model, self._replicas.spare))
-        with self._precision.backward_pass():
-            self._precision.backward(terms, tuple(torch.zeros_like(term) for term in terms))
+        with self._replicas.buffers_kept():
+            with self._precision.autocast():
+                terms = as_terms(loss(self.model, self._replicas.spare))
+            with self._precision.backward_pass():
+                self._precision.backward(terms, tuple(torch.zeros_like(term) for term in terms))
 
     def _micro_batches(self, batch: Any) -> tuple[Sequence[Any], list[int]]:
         """The micro-batches, and their sizes where those are known or needed."""
@@ -235,13 +238,16 @@ class Accumulator(Update):
         if weight is None and self.reduction == "mean":
             raise OptionError("micro_batch() needs weight=…: over how many samples or tokens the loss is a mean")
         terms = on_host(as_terms(1 if weight is None else weight))
-        check_weight(tuple(w for w in terms if not isinstance(w, Tensor)), of="this micro-batch")
         self._refuse_in_block("micro_batch()")
+        with self._replicas.telling_before_meeting():
+            check_weight(tuple(w for w in terms if not isinstance(w, Tensor)), of="this micro-batch")
+            self._replicas.check(self._gradients)
+            if self._open is not None:
+                self._open.tally.check(terms)
         reference = self._replicas.meet(terms)
         window = self._open or OpenWindow(
             Tally(self.reduction, reference), [Sums() for _ in terms], loss_scale=self._precision.loss_scale()
         )
-        window.tally.check(terms)
         micro = MicroBatch(lambda micro, loss: self._feed(micro, window, as_terms(loss), terms))
         self._in_block = True
         try:
@@ -316,6 +322,7 @@ class Accumulator(Update):
             check_all(weights)
             if window is not None:
                 window.check_scale(self._precision.loss_scale())
+            self._replicas.check(self._gradients)
         agreed = self._replicas.agree(Share(totals(weights), 0, len(weights), is_ending))
         if agreed().is_ending and not agreed().num_micro_batches:
             return None
@@ -326,12 +333,12 @@ class Accumulator(Update):
             raise
         if window is None:
             return self._step(self.loss, [], agreed, None)
-        sums = self._summed(window, agreed())
+        sums = self._summed(window, weights, agreed())
         by = [scales(weight, agreed().total, self.reduction) for weight in weights]
         losses = self._replicas.sum_losses(window.losses, by, len(agreed().total))
         return self._apply(sums, losses, agreed(), None)
 
-    def _summed(self, window: OpenWindow, agreement: Agreement) -> Sums:
+    def _summed(self, window: OpenWindow, weights: list[Terms], agreement: Agreement) -> Sums:
         """The gradient sums of an open window, of all terms and ranks."""
         sums = Sums()
         factors = times(window.tally.factors(agreement.total), self._replicas.divisor)
@@ -341,10 +348,14 @@ class Accumulator(Update):
             term.clear()
         if agreement.has_weight(self.reduction) and self._replicas.is_shared:
             with self._replicas.window(), self._gradients.collecting(sums) as collection:
-                self._replicas.complete(collection)
+                self._replicas.complete(collection, is_whole=all(map(self._is_whole, weights)))
             if self._replicas.holds_gradients:  # they were inside of the model until now
                 gradients.scale(gradients.values(sums), factors[0])
         return sums
+
+    def _is_whole(self, weight: Terms) -> bool:
+        """Whether no term is left out since it counts nothing."""
+        return self.reduction == "sum" or all(weight)
 
     def _refuse_in_block(self, call: str) -> None:
         if self._in_block:

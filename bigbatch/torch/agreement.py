@@ -66,21 +66,22 @@ def exchange(share: Share, group: dist.ProcessGroup) -> Agreed:
     by_rank = torch.zeros(4, size, dtype=torch.float64)
     by_rank[:, rank] = torch.tensor([share.num_passes, share.is_ending, share.has_failed, share.is_unfinished])
     terms = [*share.total, *[0] * (MAX_TERMS - num_terms)]
-    head = torch.tensor([share.num_micro_batches, num_terms > 0, num_terms, *terms], dtype=torch.float64)
+    has_terms = num_terms > 0
+    head = torch.tensor([share.num_micro_batches, has_terms, num_terms, num_terms**2, *terms], dtype=torch.float64)
     message = torch.cat([head, by_rank.flatten()])
     work = dist.all_reduce(message, group=group, async_op=True)
 
     @functools.cache
     def agreed() -> Agreement:
         work.wait()
-        num_micro_batches, num_with_terms, num_all_terms, *rest = message.tolist()
+        num_micro_batches, num_with_terms, num_all_terms, squares, *rest = message.tolist()
         passes, ending, failed, unfinished = (rest[MAX_TERMS + k * size : MAX_TERMS + (k + 1) * size] for k in range(4))
         if any(failed):
             raise RankError(
                 f"rank {failed.index(1)} refused what it was given, so none of {size} ranks made this step: "
                 "its own message says why"
             )
-        if num_terms and num_all_terms != num_terms * num_with_terms:
+        if num_all_terms**2 != squares * num_with_terms:
             raise RankError(
                 f"the loss has {num_terms} terms on rank {rank} but {num_all_terms / num_with_terms:g} on average over "
                 f"{num_with_terms:g} ranks: give every rank the same loss"

@@ -1,7 +1,7 @@
 """DistributedDataParallel: every rank has the whole model; gradients are reduced once a window, by DDP itself."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.errors import GradientError, LossError, OptionError, OrderError
+from ..core.weight import Terms
 from .agreement import Agreed, Agreement, Share
 from .gradients import Collection, Gradients
 from .replicas import Shared, check_group
@@ -34,51 +35,95 @@ class DataParallel(Shared):
         check_group(group, model.process_group)
         super().__init__(model, model.process_group, next(model.parameters()).device)
         self._model = model
+        self._reduced = {
+            p
+            for name, p in model.module.named_parameters()
+            if p.requires_grad and name not in model.parameters_to_ignore
+        }
         self._sparse = sparse_parameters(model)
+        self._used: list[Tensor] = []
+        """A parameter that had a gradient in the window before."""
         self._is_overlapping = False
         self._is_waiting = False
+        """Whether DDP would reduce in the next backward pass."""
+        self._has_failed = False
+        self._has_forgotten = False
         model.register_forward_hook(self._note_pass)
-        self._check()
-        if wide := [p for p in model.parameters() if p.requires_grad and gradients.is_widened(p)]:
-            raise OptionError(
-                f"{len(wide)} parameters of the DistributedDataParallel model are {wide[0].dtype}, in which it would "
-                'also reduce their gradients: keep them in float32 and pass precision="bf16", or use fully_shard with '
-                "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
-            )
+        self._check_model(gradients)
 
-    def _check(self) -> None:
+    # --- what is refused ---------------------------------------------------------------------------------
+
+    def _check_model(self, gradients: Gradients) -> None:
         if self._model.static_graph:
             raise OptionError(
                 "DistributedDataParallel with static_graph=True stops reducing gradients once micro-batches are "
                 "accumulated (pytorch#143580): make it without static_graph"
             )
+        num_made_with = self._model._get_ddp_logging_data().get("num_parameter_tensors", len(self._reduced))
+        if num_made_with != len(self._reduced):
+            raise OptionError(
+                f"DistributedDataParallel was made when {num_made_with} parameters were trainable, now "
+                f"{len(self._reduced)} are, and it reduces only those: make it again"
+            )
+        if wide := [p for p in self._reduced if gradients.is_widened(p)]:
+            raise OptionError(
+                f"DistributedDataParallel reduces the gradients of {len(wide)} parameters in their own dtype, which is "
+                f"{wide[0].dtype}, but they are to add up in {gradients.wide_dtype(wide[0])}: leave accumulate_dtype "
+                'out and keep parameters in float32 with precision="bf16", or use fully_shard'
+            )
+
+    def check(self, gradients: Gradients, weights: Sequence[Terms] = ()) -> None:
+        super().check(gradients, weights)
         if not self._model.require_backward_grad_sync:
             raise OrderError("the step is inside of model.no_sync(), so nothing would be reduced: leave it out")
         if self._model._join_config.enable:
             raise OrderError("the step is inside of model.join(): leave it out and call flush() after the last batch")
 
+    # --- what DDP may still be waiting for ---------------------------------------------------------------
+
     def _note_pass(self, *_: Any) -> None:
         """After DDP's forward pass: the next backward pass, whosever it is, will reduce."""
         self._is_waiting |= self._model.require_backward_grad_sync and torch.is_grad_enabled()
+        self._model.require_forward_param_sync = False  # buffers travel once a window, with the gradients
+
+    def _forget(self) -> None:
+        """Of a pass that never had its backward pass, or of a window that failed: DDP would reduce micro-batches."""
+        if self._is_waiting or self._has_failed:
+            self._reset()
+            self._has_forgotten = True
+
+    def _reset(self) -> None:
+        self._model.reducer._reset_state()
+        if (used := self._model.reducer._get_local_used_map()) is not None:
+            used.zero_()
+        self._is_waiting = self._has_failed = False
 
     def agree(self, share: Share) -> Agreed:
-        """If a rank's DDP waits for a backward pass that never came, all forget it: micro-batches would be reduced."""
-        agreed = super().agree(replace(share, is_unfinished=self._is_waiting))
+        """What one rank has forgotten, all do: its buckets are made anew, which takes all of them."""
+        self._forget()
+        agreed = super().agree(replace(share, is_unfinished=self._has_forgotten))
 
         @functools.cache
         def then() -> Agreement:
             agreement = agreed()
             if agreement.is_unfinished:
-                self._model.reducer._reset_state()
-                self._is_waiting = False
+                self._reset()
+                self._has_forgotten = False
             return agreement
 
         return then
 
-    def is_last(self, number: int, num_own: int, agreed: Agreed) -> bool:
-        if number == 0:
-            self._check()
-        is_last = number == num_own - 1 and self._is_overlapping
+    def meet(self, weight: Terms) -> Terms:
+        self._forget()
+        return ()
+
+    def drop(self) -> None:
+        self._has_failed = True
+
+    # --- passes ------------------------------------------------------------------------------------------
+
+    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool = True) -> bool:
+        is_last = number == num_own - 1 and self._is_overlapping and is_whole
         if is_last:
             agreed()  # what it forgets must be forgotten before the pass that reduces
         return is_last
@@ -93,6 +138,7 @@ class DataParallel(Shared):
         self._is_overlapping = not is_low
 
     def passing(self, *, is_last: bool) -> AbstractContextManager[None]:
+        self._model.require_forward_param_sync = is_last
         return self._reducing() if is_last else self._model.no_sync()
 
     @contextmanager
@@ -109,25 +155,37 @@ class DataParallel(Shared):
             raise GradientError(NOT_ALL_USED) from error
         self._is_reduced, self._is_waiting = True, False
 
-    def complete(self, collection: Collection) -> None:
-        if self._is_reduced:
-            return
-        self._check()
+    def complete(self, collection: Collection, *, is_whole: bool = True) -> None:
+        if not self._is_reduced:
+            self._add_nothing(collection, is_whole=is_whole)
+        self._used = [p for p in collection.parameters if p.grad is not None][:1]
+
+    def _add_nothing(self, collection: Collection, *, is_whole: bool) -> None:
         collection.in_units_of(1.0)
-        parameters: list[Tensor] = [p for p in self._model.parameters() if p.requires_grad]
-        used = [p for p in parameters if p.grad is not None]
+        held = [p for p in collection.parameters if p in self._reduced]
+        used = [p for p in held if p.grad is not None]
+        parameters: list[Tensor] = [p for p in self._model.parameters() if p in self._reduced]
         if self._model.find_unused_parameters:  # what has no gradient on any rank keeps none
-            parameters = used or parameters[:1]
-        elif used and len(used) < len(parameters):
+            parameters = used or self._used or parameters[-1:]
+        elif is_whole and used and len(used) < len(held):
             raise GradientError(NOT_ALL_USED)
         module = self._model.module
         self._model.module = AddsNothing(parameters, self._sparse, dict(module.named_buffers()))
+        self._model.require_forward_param_sync = True
         try:
             with torch.enable_grad():
                 self._model(None).backward()  # with device_ids, DDP wants something to bring to the device
         finally:
             self._model.module = module
         self._finish()
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.drop()
+            raise
 
 
 class AddsNothing(nn.Module):

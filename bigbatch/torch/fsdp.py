@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-from ..core.errors import BatchError, LossError, OptionError, OrderError, StateError
+from ..core.errors import LossError, OptionError, OrderError, StateError, WeightError
 from ..core.weight import Terms
 from . import nest
 from .agreement import Agreed, Agreement, Share
@@ -20,6 +21,11 @@ from .gradients import Collection, Gradients
 from .precision import LOW
 from .replicas import Reduce, Shared, check_group
 from .weight import read
+
+REMEDY = (
+    "keep parameters in float32 and pass fully_shard "
+    "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+)
 
 
 class Sharded(Shared):
@@ -34,21 +40,23 @@ class Sharded(Shared):
     is_sharded = True
 
     def __init__(self, model: nn.Module, gradients: Gradients, group: dist.ProcessGroup | None, reduce: Reduce) -> None:
-        assert isinstance(model, FSDPModule)
+        model = unwrapped(model)
         self._model: Any = model
         groups = list(self._param_groups())
         mesh = groups[0].mesh_info.mesh
         own = mesh.get_group() if mesh.ndim == 1 else _group_of(mesh)
         check_group(group, own)
         super().__init__(model, own, groups[0].device)
-        self.divisor = float(groups[0].gradient_divide_factor or self.size)
         self.holds_gradients = reduce == "window"
         self._have_spare: set[int] = set()
-        self._check(model, groups, gradients)
+        self._reduced = {p for p in model.parameters() if isinstance(p, DTensor)}
+        self._check_model(model, groups, gradients)
 
-    def _check(self, model: nn.Module, groups: list[Any], gradients: Gradients) -> None:
+    # --- what is refused ---------------------------------------------------------------------------------
+
+    def _check_model(self, model: nn.Module, groups: list[Any], gradients: Gradients) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
-        if plain := [p for p in trained if not isinstance(p, DTensor)]:
+        if plain := [p for p in trained if p not in self._reduced]:
             raise OptionError(
                 f"{len(plain)} of {len(trained)} parameters ({gradients.name(plain[0])} first) are not sharded, so "
                 "nobody would reduce their gradients: call fully_shard on the whole model too"
@@ -58,8 +66,28 @@ class Sharded(Shared):
             where = "inside of the model" if self.holds_gradients else "of its shards"
             raise OptionError(
                 f"{len(low)} of {len(groups)} groups of parameters would add up gradients {where} in {low[0]}, which "
-                "loses low bits: keep parameters in float32 and pass fully_shard "
-                "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+                f"loses low bits: {REMEDY}"
+            )
+        if wide := [p for p in trained if gradients.is_widened(p)]:
+            raise OptionError(
+                f"{len(wide)} of {len(trained)} parameters are {wide[0].dtype}, which fully_shard keeps for their "
+                f"gradients, but these are to add up in {gradients.wide_dtype(wide[0])}: leave accumulate_dtype out, "
+                f"and {REMEDY}"
+            )
+
+    def check(self, gradients: Gradients, weights: Sequence[Terms] = ()) -> None:
+        super().check(gradients, weights)
+        factors = {g.gradient_divide_factor for g in self._param_groups()}
+        if len(factors) > 1:
+            raise OptionError(
+                f"the gradients of {len(factors)} kinds of layers are divided by different numbers: call "
+                "set_gradient_divide_factor with the same number on all of them, or on none"
+            )
+        self.divisor = float(factors.pop() or self.size)
+        if partial := [weight for weight in weights if any(weight) and not all(weight)]:
+            raise WeightError(
+                f"a micro-batch has the weights {partial[0]}, but no term that counts zero can be left out on one "
+                "rank: with fully_shard give every micro-batch some of each term, or use DistributedDataParallel"
             )
 
     def _param_groups(self) -> Iterator[Any]:
@@ -73,9 +101,10 @@ class Sharded(Shared):
 
     def begin(self, micro_batches: Sequence[Any], agreed: Agreed) -> None:
         """Sees that every rank has something to go through the model with."""
+        agreed()  # the first pass gathers parameters, in which all ranks take part
         super().begin(micro_batches, agreed)
         if self.spare is None and micro_batches:
-            self.spare = one_sample(micro_batches[0])
+            self.spare = nest.map_tensors(lambda tensor: tensor.clone(), micro_batches[0])
         if len(self._have_spare) < self.size:
             with_data = {rank for rank, num in enumerate(agreed().num_passes) if num}
             if with_data and self._have_spare.union(with_data) != set(range(self.size)):
@@ -84,7 +113,7 @@ class Sharded(Shared):
             self._have_spare |= with_data
 
     def _hand_out(self, source: int) -> None:
-        """One rank's sample goes to all, so that those who never had data have one."""
+        """One rank's micro-batch goes to all, so that those who never had data have one."""
         found = [nest.map_tensors(lambda tensor: tensor.cpu(), self.spare)]
         dist.broadcast_object_list(found, dist.get_global_rank(self.group, source), self._host_group)
         if self.spare is None:
@@ -93,7 +122,7 @@ class Sharded(Shared):
     def num_passes(self, agreed: Agreed) -> int:
         return max(agreed().num_passes)
 
-    def is_last(self, number: int, num_own: int, agreed: Agreed) -> bool:
+    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool = True) -> bool:
         return number >= num_own - 1 and number == self.num_passes(agreed) - 1
 
     @contextmanager
@@ -116,7 +145,7 @@ class Sharded(Shared):
                 "return it in float32, for example loss.float()"
             )
 
-    def complete(self, collection: Collection) -> None:
+    def complete(self, collection: Collection, *, is_whole: bool = True) -> None:
         if self.holds_gradients and not self._is_reduced:
             self._model._get_fsdp_state()._root_post_backward_final_callback()
             self._is_reduced = True
@@ -130,13 +159,25 @@ class Sharded(Shared):
             raise
 
     def drop(self) -> None:
-        if hasattr(self._model, "reset_iter_state"):  # from torch 2.12 on
-            self._model.reset_iter_state()
+        self._reset()
         for group in self._param_groups():
             for p in group.fsdp_params:
                 p.unsharded_accumulated_grad = None
                 if hasattr(p, "_unsharded_param"):
                     p._unsharded_param.grad = None
+
+    def _reset(self) -> None:
+        if hasattr(self._model, "reset_iter_state"):  # from torch 2.12 on
+            self._model.reset_iter_state()
+            return
+        context = self._model._get_fsdp_state()._state_ctx
+        context.post_backward_final_callback_queued = False
+        context.iter_forward_root = None
+        for state in context.all_states:
+            state._training_state = TrainingState.IDLE
+        for group in self._param_groups():
+            group._training_state = TrainingState.IDLE
+        self._model.reshard()
 
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:
@@ -148,6 +189,9 @@ class Sharded(Shared):
 
     # --- one micro-batch at a time -----------------------------------------------------------------------
 
+    def telling_before_meeting(self) -> AbstractContextManager[None]:
+        return self.telling()
+
     def meet(self, weight: Terms) -> Terms:
         """Every rank needs the others in its pass, and the same measure for weights, since sums cannot be rescaled."""
         if len(weight) > 1 and self.holds_gradients:
@@ -155,7 +199,14 @@ class Sharded(Shared):
                 f'a loss of {len(weight)} terms cannot be fed one micro-batch at a time with reduce="window", which '
                 'keeps one sum for all of them: pass reduce="micro_batch", or use step()'
             )
-        agreement = self.agree(Share(read([weight])[0], num_passes=1))()
+        with self.telling():
+            own = read([weight])[0]
+            if not all(own):
+                raise WeightError(
+                    f"a micro-batch has the weight {own}, and a loss that counts zero is not run on this rank alone: "
+                    "with fully_shard leave it out on all ranks, or use step()"
+                )
+        agreement = self.agree(Share(own, num_passes=1))()
         passes = agreement.num_passes
         if not all(passes):
             raise OrderError(
@@ -189,15 +240,6 @@ class Sharded(Shared):
                 dist.all_reduce(local, dist.ReduceOp.MAX, group=self.group)
 
 
-def one_sample(micro_batch: Any) -> Any:
-    """The first sample of a micro-batch, or all of what cannot be cut."""
-    try:
-        micro_batch = nest.cut(micro_batch, 1)[0][0]
-    except BatchError:
-        return micro_batch
-    return nest.map_tensors(lambda tensor: tensor.clone(), micro_batch)
-
-
 def dtype_of_sums(group: Any, *, is_whole: bool) -> torch.dtype:
     """In which dtype whole gradients are added up inside of the model, or a rank's parts of them outside."""
     own: torch.dtype = group.fsdp_params[0].sharded_param.dtype
@@ -205,8 +247,14 @@ def dtype_of_sums(group: Any, *, is_whole: bool) -> torch.dtype:
     return policy.reduce_dtype or policy.param_dtype or own if is_whole else own
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Without torch.compile's wrapper."""
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
 def is_sharded(model: nn.Module) -> bool:
-    return isinstance(model, FSDPModule)
+    return isinstance(unwrapped(model), FSDPModule)
 
 
 def _group_of(mesh: Any) -> Any:

@@ -226,7 +226,7 @@ class Collection:
     """The gradients of a window while backward passes add to them."""
 
     def __init__(self, parameters: Sequence[Tensor], sums: Sums, by_hook: Container[Tensor]) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self._sums = sums
         self._by_hook = by_hook
         self._sparse: list[Tensor] | None = None
@@ -248,7 +248,7 @@ class Collection:
         before = self._sums.unit
         if unit is before or (isinstance(unit, float) and isinstance(before, float) and unit == before):
             return
-        held = [self._sums.get(p) if p in self._by_hook else p.grad for p in self._parameters]
+        held = [self._sums.get(p) if p in self._by_hook else p.grad for p in self.parameters]
         scale([_values(g) for g in held if g is not None], before / unit)
         self._sums.unit = unit
         self._watch()
@@ -260,7 +260,7 @@ class Collection:
         the same row are added up. How many there are is known without asking the device.
         """
         if self._sparse is None:
-            self._sparse = [p for p in self._parameters if p.grad is not None and p.grad.is_sparse]
+            self._sparse = [p for p in self.parameters if p.grad is not None and p.grad.is_sparse]
         for p in self._sparse:
             if p.grad is not None and p.grad.is_sparse and p.grad._nnz() > p.shape[0]:
                 p.grad = p.grad.coalesce()
@@ -269,7 +269,7 @@ class Collection:
     def _watch(self) -> None:
         """Zeroing touches all parameters alike, so watching one of them is enough."""
         if self._watched is None:
-            self._watched = next((p for p in self._parameters if p.grad is not None), None)
+            self._watched = next((p for p in self.parameters if p.grad is not None), None)
         if self._watched is not None:
             gradient = self._watched.grad
             self._seen = (gradient, 0 if gradient is None else gradient._version)

@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from ..core.errors import OptionError, OrderError, RankError
 from ..core.weight import Terms
 from .agreement import Agreed, Agreement, Share, alone, exchange
-from .gradients import Collection
+from .gradients import Collection, Gradients
 from .window import fetch_weighted, weighted_now
 
 Reduce = Literal["window", "micro_batch"]
@@ -23,6 +23,8 @@ class Replicas:
 
     A step goes like this on every rank, with or without data of its own:
 
+        with replicas.telling():                        # what is refused here is refused on all ranks
+            replicas.check(…)
         agreed = replicas.agree(share)                  # a small reduction, waited for when it is needed
         with replicas.passing(is_last=…):               # around forward and backward of every micro-batch
             …
@@ -48,6 +50,13 @@ class Replicas:
         """Around what may refuse its input before the ranks agree: the others hear of it."""
         return self._nothing
 
+    def telling_before_meeting(self) -> AbstractContextManager[None]:
+        """The same around what comes before `meet`, where ranks meet."""
+        return self._nothing
+
+    def check(self, gradients: Gradients, weights: Sequence[Terms] = ()) -> None:
+        """Refuses what could not be reduced over ranks."""
+
     def begin(self, micro_batches: Sequence[Any], agreed: Agreed) -> None:
         """Before the first pass of a window that is at hand."""
 
@@ -59,8 +68,8 @@ class Replicas:
         """How many times this rank has to go through the model at least."""
         return 0
 
-    def is_last(self, number: int, num_own: int, agreed: Agreed) -> bool:
-        """Whether gradients are reduced in the pass of this number."""
+    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool = True) -> bool:
+        """Whether gradients are reduced in the pass of this number; `is_whole` if no term counts zero in it."""
         return False
 
     def passing(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -69,8 +78,8 @@ class Replicas:
     def see_loss(self, *, is_low: bool) -> None:
         """Between forward and backward: a loss in low precision gets its weight after its backward pass."""
 
-    def complete(self, collection: Collection) -> None:
-        """Reduces the gradients if no pass has."""
+    def complete(self, collection: Collection, *, is_whole: bool = True) -> None:
+        """Reduces the gradients if no pass has; `is_whole` if no pass of this rank left out a term."""
 
     def drop(self) -> None:
         """After an error: forgets what is inside of the model of a window that nobody will finish."""
@@ -109,6 +118,8 @@ class Shared(Replicas):
         self.divisor = float(self.size)
         self._device = device
         self._is_reduced = False
+        self._reduced: set[Tensor] = set()
+        """The parameters whose gradients are reduced."""
         # Numbers travel over the host: no rank waits for a device to know how much there is
         has_host = "cpu" in dist.get_backend_config(group)
         self._host_group = group if has_host else _host_group(group)
@@ -132,6 +143,16 @@ class Shared(Replicas):
             with suppress(RankError):
                 exchange(Share(has_failed=True), self._host_group)()
             raise
+
+    def check(self, gradients: Gradients, weights: Sequence[Terms] = ()) -> None:
+        held = gradients.parameters
+        if strange := [p for p in held if p.requires_grad and p not in self._reduced]:
+            raise OptionError(
+                f"the gradients of {len(strange)} of {len(held)} parameters that the optimizer holds "
+                f"({gradients.name(strange[0])} first) are not reduced over ranks: have them in the model, trainable "
+                "and not ignored, when it is wrapped"
+            )
+        gradients.refuse_foreign(held)
 
     def sum_losses(self, losses: Sequence[Sequence[Any]], by: list[Terms], num_terms: int) -> Callable[[], Terms]:
         """Every rank takes part, so it starts at once, whether or not somebody will ask."""
