@@ -222,7 +222,7 @@ def nothing(parameter: Tensor, *, is_sparse: bool) -> Tensor:
     if is_sparse:
         indices = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
         values = parameter.new_zeros(0, *parameter.shape[1:])
-        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
     return parameter.new_zeros(()).expand(parameter.shape)
 
 
