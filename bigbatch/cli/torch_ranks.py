@@ -28,10 +28,14 @@ class TorchRanks(Ranks):
                     "or --device cpu"
                 )
             device = torch.device("cuda", self.local_rank)
+        elif device.type == "cuda":
+            raise OptionError(
+                f"--device {device} is one GPU for {self.num} processes: leave it out, and each takes a GPU of its own"
+            )
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        with others_may_end():
-            dist.init_process_group()
+        with others_may_end():  # numbers travel over the host, so gloo is always there
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         return device
 
     def together(self, model: nn.Module) -> nn.Module:

@@ -276,6 +276,7 @@ def test_parameters_left_unused_are_refused_by_name_of_the_remedy(rank: int) -> 
     assert torch.equal(flat(model), before)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_gradients(rank: int, size: int) -> None:
     """Also on a rank that has no data, whose gradient must be sparse too."""
 
