@@ -18,7 +18,7 @@ from .timing import compare, interleaved
 
 WIDTH, NUM_LAYERS = 2580, 3
 """Twenty million parameters."""
-MICRO_BATCH_SIZE, NUM_MICRO_BATCHES = 4, 8
+MICRO_BATCH_SIZE, NUM_MICRO_BATCHES = 1, 8
 ROUNDS, WARMUP = 15, 2
 EVERY = "DDP, reduced in every micro-batch"
 Step = Callable[[], Any]
@@ -135,7 +135,8 @@ def main() -> None:
     batch = torch.randn(MICRO_BATCH_SIZE * NUM_MICRO_BATCHES, WIDTH)
     functions = {name: together(step) for name, step in steps(batch).items()}
     found = compare(interleaved(functions, ROUNDS, WARMUP), EVERY)
-    peaks = {name: peak_bytes(step) for name, step in functions.items()}
+    # The least of several: what a reduction still holds when the next begins is a matter of luck
+    peaks = {name: min(peak_bytes(step) for _ in range(4)) for name, step in functions.items()}
     if dist.get_rank() == 0:
         rows = []
         for name in functions:
