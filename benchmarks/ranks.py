@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.torch import Accumulator
 
-from .memory import mebibytes, peak_bytes
+from .memory import kept_bytes, mebibytes, peak_bytes
 from .tables import RESULTS, about, markdown_table, write_table
 from .timing import compare, interleaved
 
@@ -137,13 +137,14 @@ def main() -> None:
     found = compare(interleaved(functions, ROUNDS, WARMUP), EVERY)
     # The least of several: what a reduction still holds when the next begins is a matter of luck
     peaks = {name: min(peak_bytes(step) for _ in range(4)) for name, step in functions.items()}
+    kept = {name: min(kept_bytes(step) for _ in range(4)) for name, step in functions.items()}
     if dist.get_rank() == 0:
         rows = []
         for name in functions:
             one = found[name]
             times = f"{one.ratio:.2f}", f"{one.low:.2f}–{one.high:.2f}", f"{1000 * one.seconds:.0f}"
-            rows.append((name, *times, mebibytes(peaks[name])))
-        header = ("", "time per window, reduced every time = 1", "quartiles", "ms", "peak of a window, MiB")
+            rows.append((name, *times, mebibytes(kept[name]), mebibytes(peaks[name])))
+        header = ("", "time per window, reduced every time = 1", "quartiles", "ms", "kept, MiB", "peak, MiB")
         table = markdown_table(header, rows)
         num = sum(p.numel() for p in network().parameters())
         on = about(("torch", "accelerate"))
