@@ -16,7 +16,7 @@ from .memory import kept_bytes, mebibytes, peak_bytes
 from .tables import RESULTS, about, markdown_table, write_table
 from .timing import compare, interleaved
 
-WIDTH, NUM_LAYERS = 2580, 3
+WIDTH, NUM_LAYERS = 1290, 12
 """Twenty million parameters."""
 MICRO_BATCH_SIZE, NUM_MICRO_BATCHES = 1, 8
 ROUNDS, WARMUP = 15, 2
