@@ -27,17 +27,6 @@ def peak_bytes(function: Callable[[], Any]) -> int:
 
     Call the function once before, so that what is made on the first call only is there before.
     """
-    return max(allocated(function), default=0)
-
-
-def kept_bytes(function: Callable[[], Any]) -> int:
-    """The least that it held in the middle fifth of its allocations: what stays from one micro-batch to the next."""
-    found = allocated(function)
-    return min(found[2 * len(found) // 5 : 3 * len(found) // 5], default=0)
-
-
-def allocated(function: Callable[[], Any]) -> list[int]:
-    """The bytes held after each allocation, beside those before the first."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     with tempfile.TemporaryDirectory() as folder:
@@ -46,11 +35,10 @@ def allocated(function: Callable[[], Any]) -> list[int]:
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     found = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0]
     if not found:
-        return []
+        return 0
     found.sort(key=lambda event: event["ts"])
     first = found[0]["args"]
-    before = first["Total Allocated"] - first["Bytes"]
-    return [event["args"]["Total Allocated"] - before for event in found]
+    return max(event["args"]["Total Allocated"] for event in found) - (first["Total Allocated"] - first["Bytes"])
 
 
 def network() -> nn.Sequential:

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.torch import Accumulator
 
-from .memory import kept_bytes, mebibytes, peak_bytes
 from .tables import RESULTS, about, markdown_table, write_table
 from .timing import compare, interleaved
 
@@ -135,16 +134,13 @@ def main() -> None:
     batch = torch.randn(MICRO_BATCH_SIZE * NUM_MICRO_BATCHES, WIDTH)
     functions = {name: together(step) for name, step in steps(batch).items()}
     found = compare(interleaved(functions, ROUNDS, WARMUP), EVERY)
-    # The least of several: what a reduction still holds when the next begins is a matter of luck
-    peaks = {name: min(peak_bytes(step) for _ in range(4)) for name, step in functions.items()}
-    kept = {name: min(kept_bytes(step) for _ in range(4)) for name, step in functions.items()}
     if dist.get_rank() == 0:
         rows = []
         for name in functions:
             one = found[name]
             times = f"{one.ratio:.2f}", f"{one.low:.2f}–{one.high:.2f}", f"{1000 * one.seconds:.0f}"
-            rows.append((name, *times, mebibytes(kept[name]), mebibytes(peaks[name])))
-        header = ("", "time per window, reduced every time = 1", "quartiles", "ms", "kept, MiB", "peak, MiB")
+            rows.append((name, *times))
+        header = ("", "time per window, reduced every time = 1", "quartiles", "ms")
         table = markdown_table(header, rows)
         num = sum(p.numel() for p in network().parameters())
         on = about(("torch", "accelerate"))
