@@ -1,4 +1,4 @@
-"""What a sharded model keeps during a window: `python -m benchmarks.ranks_memory`, on one GPU that stands for one of 8."""
+"""What a sharded model keeps during a window: `python -m benchmarks.ranks_memory`; the GPU stands for one of 8."""
 
 from typing import Any
 from unittest.mock import patch
