@@ -49,6 +49,7 @@ bench: .venv/bench
 exactness: .venv/bench
 	$(BIN)/python -m benchmarks.exactness
 	$(BIN)/python -m benchmarks.exactness_tensorflow
+	$(RANKS) --nproc-per-node 2 -m benchmarks.exactness_ranks
 
 # Makes the pictures of docs/command-line.md; needs Chromium.
 pictures: .venv/test

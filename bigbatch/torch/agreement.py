@@ -1,5 +1,7 @@
 """What the ranks tell each other once a step: how much each of them has to add."""
 
+from __future__ import annotations  # some builds of torch have no process groups
+
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
 """DistributedDataParallel: every rank has the whole model; gradients are reduced once a window, by DDP itself."""
 
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -48,8 +49,10 @@ class DataParallel(Shared):
         """Whether DDP would reduce in the next backward pass."""
         self._has_failed = False
         self._has_forgotten = False
-        model.register_forward_hook(self._note_pass)
         self._check_model(gradients)
+        noting = weakref.WeakMethod(self._note_pass)
+        handle = model.register_forward_hook(lambda *_: note() if (note := noting()) else None)
+        weakref.finalize(self, handle.remove)
 
     # --- what is refused ---------------------------------------------------------------------------------
 
@@ -81,7 +84,7 @@ class DataParallel(Shared):
 
     # --- what DDP may still be waiting for ---------------------------------------------------------------
 
-    def _note_pass(self, *_: Any) -> None:
+    def _note_pass(self) -> None:
         """After DDP's forward pass: the next backward pass, whosever it is, will reduce."""
         self._is_waiting |= self._model.require_backward_grad_sync and torch.is_grad_enabled()
         self._model.require_forward_param_sync = False  # buffers travel once a window, with the gradients
@@ -229,9 +232,3 @@ def nothing(parameter: Tensor, *, is_sparse: bool) -> Tensor:
 def sparse_parameters(model: nn.Module) -> set[Tensor]:
     """Those whose gradients DDP expects to be sparse."""
     return {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
-
-
-def wrapped(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP module that this model is, compiled or not."""
-    model = getattr(model, "_orig_mod", model)
-    return model if isinstance(model, DistributedDataParallel) else None

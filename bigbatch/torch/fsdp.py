@@ -40,7 +40,6 @@ class Sharded(Shared):
     is_sharded = True
 
     def __init__(self, model: nn.Module, gradients: Gradients, group: dist.ProcessGroup | None, reduce: Reduce) -> None:
-        model = unwrapped(model)
         self._model: Any = model
         groups = list(self._param_groups())
         mesh = groups[0].mesh_info.mesh
@@ -245,16 +244,6 @@ def dtype_of_sums(group: Any, *, is_whole: bool) -> torch.dtype:
     own: torch.dtype = group.fsdp_params[0].sharded_param.dtype
     policy = group.mp_policy
     return policy.reduce_dtype or policy.param_dtype or own if is_whole else own
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Without torch.compile's wrapper."""
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    return inner
-
-
-def is_sharded(model: nn.Module) -> bool:
-    return isinstance(unwrapped(model), FSDPModule)
 
 
 def _group_of(mesh: Any) -> Any:

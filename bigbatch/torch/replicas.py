@@ -1,5 +1,7 @@
 """The processes that train one model together, each on its part of the batch; here the one that is alone."""
 
+from __future__ import annotations  # some builds of torch have no process groups
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Literal

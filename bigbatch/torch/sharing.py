@@ -1,5 +1,7 @@
 """Recognises how a model is shared among processes."""
 
+from __future__ import annotations  # some builds of torch have no process groups
+
 import warnings
 from typing import Any
 
@@ -23,14 +25,16 @@ def replicas_of(model: nn.Module, gradients: Gradients, group: dist.ProcessGroup
     """How the model's ranks work together; refuses what no gradient of the whole batch could come of."""
     if reduce not in REDUCE:
         raise OptionError(f'reduce={reduce!r} is unknown: pass "window" or "micro_batch"')
-    if dist.is_available() and dist.is_initialized():
-        from .ddp import DataParallel, wrapped
-        from .fsdp import Sharded, is_sharded
+    inner: Any = getattr(model, "_orig_mod", model)  # behind torch.compile's wrapper
+    own_kinds = {kind.__name__ for kind in type(inner).__mro__}
+    if "DistributedDataParallel" in own_kinds:
+        from .ddp import DataParallel
 
-        if (found := wrapped(model)) is not None:
-            return DataParallel(found, gradients, group)
-        if is_sharded(model):
-            return Sharded(model, gradients, group, reduce)
+        return DataParallel(inner, gradients, group)
+    if "FSDPModule" in own_kinds:
+        from .fsdp import Sharded
+
+        return Sharded(inner, gradients, group, reduce)
     if kinds := [kind for kind in REMEDY if kind in kinds_in(model)]:
         raise OptionError(f"{kinds[0]} {REMEDY[kinds[0]]}")
     if group is not None:
