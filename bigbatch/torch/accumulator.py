@@ -206,7 +206,7 @@ class Accumulator(Update):
 
     def _micro_batches(self, batch: Any) -> tuple[Sequence[Any], list[int]]:
         """The micro-batches, and their sizes where those are known or needed."""
-        if self._replicas.is_shared and (batch is None or (isinstance(batch, Window) and not batch)):
+        if self._replicas.is_shared and nest.is_empty(batch):
             return [], []
         if not isinstance(batch, Window):
             if self.micro_batch_size is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import BatchError
-from ..core.window import cuts, shares
+from ..core.window import Window, cuts, shares
 
 
 def map_tensors(change: Callable[[Tensor], Any], nest: Any) -> Any:
@@ -67,6 +67,14 @@ def tensors(nest: Any) -> list[Tensor]:
 
 def is_dataclass(nest: Any) -> bool:
     return dataclasses.is_dataclass(nest) and not isinstance(nest, type)
+
+
+def is_empty(batch: Any) -> bool:
+    """Whether a rank has nothing: None, a window without micro-batches, or tensors without samples."""
+    if batch is None or isinstance(batch, Window):
+        return not batch
+    found = tensors(batch)
+    return bool(found) and all(tensor.ndim and not tensor.size(0) for tensor in found)
 
 
 def batch_size(batch: Any, name: str = "batch") -> int:

@@ -88,6 +88,17 @@ def test_the_scalers_verdict_is_the_same_on_all(rank: int, size: int, wrap: str,
 
 
 @every_wrap
+def test_a_rank_whose_batch_has_no_samples(rank: int, size: int, wrap: str) -> None:
+    work = Work("samples", [[5] + [0] * (size - 1)])
+    accumulator, before = make(work, wrap)
+    empty = {"x": torch.zeros(0, 64, dtype=torch.float64), "y": torch.zeros(0, dtype=torch.int64)}
+    for batch in (empty, Window([])):
+        accumulator.step(work.own(rank)[0] or batch)
+    work.batches *= 2
+    assert error_of(whole(accumulator.model) - before, train_whole(work)[0]) <= 1e-12
+
+
+@every_wrap
 def test_nothing_on_any_rank(size: int, wrap: str) -> None:
     accumulator, before = make(uneven(size), wrap)
     step = accumulator.step(None)
