@@ -182,14 +182,6 @@ class DataParallel(Shared):
             self._model.module = module
         self._finish()
 
-    @contextmanager
-    def window(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.drop()
-            raise
-
 
 class AddsNothing(nn.Module):
     """Uses the parameters and adds zero to their gradients. Its buffers are the model's, which DDP broadcasts."""

@@ -149,14 +149,6 @@ class Sharded(Shared):
             self._model._get_fsdp_state()._root_post_backward_final_callback()
             self._is_reduced = True
 
-    @contextmanager
-    def window(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.drop()
-            raise
-
     def drop(self) -> None:
         self._reset()
         for group in self._param_groups():

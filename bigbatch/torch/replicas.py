@@ -146,6 +146,14 @@ class Shared(Replicas):
                 exchange(Share(has_failed=True), self._host_group)()
             raise
 
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.drop()
+            raise
+
     def check(self, gradients: Gradients, weights: Sequence[Terms] = ()) -> None:
         held = gradients.parameters
         if strange := [p for p in held if p.requires_grad and p not in self._reduced]:
