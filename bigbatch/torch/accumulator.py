@@ -306,13 +306,10 @@ class Accumulator(Update):
     def flushed(self) -> Iterator[Step]:
         """The steps that `flush` makes: one at most, but for a rank whose data ended before those of the others."""
         self._refuse_in_block("flush()")
-        is_ending = False
-        while not is_ending:
-            step = self._close(is_ending=True)
-            if step is None:
-                return
+        while (step := self._close(is_ending=True)) is not None:
             yield step
-            is_ending = not self._replicas.is_shared
+            if not self._replicas.is_shared:
+                return
 
     def _close(self, *, is_ending: bool) -> Step | None:
         """Makes a step of what this rank has, if anything, and of what the others have; None if nobody has any."""

@@ -20,6 +20,7 @@ from .agreement import Agreed, Agreement, Share
 from .gradients import Collection, Gradients
 from .precision import LOW
 from .replicas import Reduce, Shared, check_group
+from .shards import local
 from .weight import read
 
 REMEDY = (
@@ -41,31 +42,32 @@ class Sharded(Shared):
 
     def __init__(self, model: nn.Module, gradients: Gradients, group: dist.ProcessGroup | None, reduce: Reduce) -> None:
         self._model: Any = model
-        groups = list(self._param_groups())
-        mesh = groups[0].mesh_info.mesh
+        self._groups = list(param_groups(model))
+        first = self._groups[0]
+        mesh = first.mesh_info.mesh
         own = mesh.get_group() if mesh.ndim == 1 else _group_of(mesh)
         check_group(group, own)
-        super().__init__(model, own, groups[0].device)
+        super().__init__(model, own, first.device)
         self.holds_gradients = reduce == "window"
         self._have_spare: set[int] = set()
         self._reduced = {p for p in model.parameters() if isinstance(p, DTensor)}
-        self._check_model(model, groups, gradients)
+        self._check_model(model, gradients)
 
     # --- what is refused ---------------------------------------------------------------------------------
 
-    def _check_model(self, model: nn.Module, groups: list[Any], gradients: Gradients) -> None:
+    def _check_model(self, model: nn.Module, gradients: Gradients) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         if plain := [p for p in trained if p not in self._reduced]:
             raise OptionError(
                 f"{len(plain)} of {len(trained)} parameters ({gradients.name(plain[0])} first) are not sharded, so "
                 "nobody would reduce their gradients: call fully_shard on the whole model too"
             )
-        kept = [dtype_of_sums(g, is_whole=self.holds_gradients) for g in groups]
+        kept = [dtype_of_sums(g, is_whole=self.holds_gradients) for g in self._groups]
         if low := [dtype for dtype in kept if dtype in LOW]:
             where = "inside of the model" if self.holds_gradients else "of its shards"
             raise OptionError(
-                f"{len(low)} of {len(groups)} groups of parameters would add up gradients {where} in {low[0]}, which "
-                f"loses low bits: {REMEDY}"
+                f"{len(low)} of {len(self._groups)} groups of parameters would add up gradients {where} in {low[0]}, "
+                f"which loses low bits: {REMEDY}"
             )
         if wide := [p for p in trained if gradients.is_widened(p)]:
             raise OptionError(
@@ -76,7 +78,7 @@ class Sharded(Shared):
 
     def check(self, gradients: Gradients, weights: Sequence[Terms] = ()) -> None:
         super().check(gradients, weights)
-        factors = {g.gradient_divide_factor for g in self._param_groups()}
+        factors = {g.gradient_divide_factor for g in self._groups}
         if len(factors) > 1:
             raise OptionError(
                 f"the gradients of {len(factors)} kinds of layers are divided by different numbers: call "
@@ -88,13 +90,6 @@ class Sharded(Shared):
                 f"a micro-batch has the weights {partial[0]}, but no term that counts zero can be left out on one "
                 "rank: with fully_shard give every micro-batch some of each term, or use DistributedDataParallel"
             )
-
-    def _param_groups(self) -> Iterator[Any]:
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                state: Any = module._get_fsdp_state()
-                groups = getattr(state, "_fsdp_param_groups", None)  # several from torch 2.12 on
-                yield from [state._fsdp_param_group] if groups is None and state._fsdp_param_group else groups or []
 
     # --- passes ------------------------------------------------------------------------------------------
 
@@ -151,7 +146,7 @@ class Sharded(Shared):
 
     def drop(self) -> None:
         self._reset()
-        for group in self._param_groups():
+        for group in self._groups:
             for p in group.fsdp_params:
                 p.unsharded_accumulated_grad = None
                 if hasattr(p, "_unsharded_param"):
@@ -166,7 +161,7 @@ class Sharded(Shared):
         context.iter_forward_root = None
         for state in context.all_states:
             state._training_state = TrainingState.IDLE
-        for group in self._param_groups():
+        for group in self._groups:
             group._training_state = TrainingState.IDLE
         self._model.reshard()
 
@@ -227,8 +222,16 @@ class Sharded(Shared):
         """Each rank has looked at its own part of the gradient."""
         if scaler is not None:
             for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-                local = found.to_local() if isinstance(found, DTensor) else found
-                dist.all_reduce(local, dist.ReduceOp.MAX, group=self.group)
+                dist.all_reduce(local(found), dist.ReduceOp.MAX, group=self.group)
+
+
+def param_groups(model: nn.Module) -> Iterator[Any]:
+    """What fully_shard gathers and reduces together, layer by layer."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # several from torch 2.12 on
+            yield from [state._fsdp_param_group] if groups is None and state._fsdp_param_group else groups or []
 
 
 def dtype_of_sums(group: Any, *, is_whole: bool) -> torch.dtype:

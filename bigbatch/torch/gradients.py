@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import GradientError
+from .shards import is_sharded, local, norm_over_ranks
 
 
 class Sums(dict[Tensor, Tensor]):
@@ -160,7 +161,7 @@ def norm(sums: Sums) -> float:
     if not tensors:
         return 0.0
     if any(is_sharded(g) for g in sums.values()):
-        return _norm_over_ranks(list(sums.values()))
+        return norm_over_ranks(list(sums.values()))
     total = _norm(torch._foreach_norm(tensors))
     if not math.isfinite(total) and all(bool(torch.isfinite(t).all()) for t in tensors):
         # finite numbers whose squares are too large for float32
@@ -176,15 +177,6 @@ def _norm(norms: Sequence[Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack([n.to(device, wide) for n in norms])))
 
 
-def _norm_over_ranks(gradients: list[Tensor]) -> float:
-    def of(parts: list[Tensor]) -> float:
-        total: Any = torch.nn.utils.get_total_norm(parts)
-        return float(total.full_tensor())
-
-    total = of(gradients)
-    return total if math.isfinite(total) else of([g.double() for g in gradients])
-
-
 def clip(tensors: list[Tensor], total_norm: float, clip_norm: float | None, clip_value: float | None) -> None:
     """By norm as torch.nn.utils.clip_grad_norm_ does it, then by value."""
     if clip_norm is not None:
@@ -192,28 +184,6 @@ def clip(tensors: list[Tensor], total_norm: float, clip_norm: float | None, clip
     if clip_value is not None and tensors:
         torch._foreach_clamp_min_(tensors, -clip_value)
         torch._foreach_clamp_max_(tensors, clip_value)
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether this rank has a part of it: a DTensor, without asking for torch.distributed."""
-    return hasattr(tensor, "to_local")
-
-
-def local(tensor: Any) -> Tensor:
-    """What this rank has of it."""
-    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return part
-
-
-def like(whole: Any, part: Tensor) -> Tensor:
-    """The opposite of `local`: a part of something that is sharded as `whole` is."""
-    if not is_sharded(whole):
-        return part
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations  # some builds of torch have no process groups
 
 import warnings
-from typing import Any
+from typing import Any, get_args
 
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +12,6 @@ from ..core.errors import BigBatchWarning, OptionError
 from .gradients import Gradients
 from .replicas import Reduce, Replicas
 
-REDUCE = ("window", "micro_batch")
 REMEDY = {
     "DistributedDataParallel": "is a part of the model: wrap the whole model in it",
     "FullyShardedDataParallel": "is the first FSDP, which torch has replaced: call fully_shard(model) instead",
@@ -23,7 +22,7 @@ REMEDY = {
 
 def replicas_of(model: nn.Module, gradients: Gradients, group: dist.ProcessGroup | None, reduce: Reduce) -> Replicas:
     """How the model's ranks work together; refuses what no gradient of the whole batch could come of."""
-    if reduce not in REDUCE:
+    if reduce not in get_args(Reduce):
         raise OptionError(f'reduce={reduce!r} is unknown: pass "window" or "micro_batch"')
     inner: Any = getattr(model, "_orig_mod", model)  # behind torch.compile's wrapper
     own_kinds = {kind.__name__ for kind in type(inner).__mro__}

@@ -10,7 +10,8 @@ from torch import Tensor
 from ..core.errors import OrderError, StateError
 from ..core.step import Step
 from ..core.weight import Reduction, Tally, Terms, weighted
-from .gradients import Sums, like, local
+from .gradients import Sums
+from .shards import like, local
 from .weight import read
 
 

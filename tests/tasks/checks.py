@@ -47,6 +47,23 @@ def assert_held_out_is_new(dataset):
     assert 0.12 < len(dataset.held_out) / total < 0.22
 
 
+def assert_does_not_look_ahead(predict, x):
+    """What is predicted for a byte does not change with the bytes after it."""
+    changed = x.copy()
+    changed[:, 20:] = 7
+    ours, theirs = predict(x), predict(changed)
+    assert np.allclose(ours[:, :20], theirs[:, :20], atol=1e-5)
+    assert not np.allclose(ours[:, 20:], theirs[:, 20:], atol=1e-2)
+
+
+def assert_untrained_scores(tasks, model_of, most_bits):
+    """About what guessing gives."""
+    scores = {name: task.evaluate(model_of(task)) for name, task in tasks.items()}
+    assert 0.0 <= scores["digits"]["accuracy"] < 0.5
+    assert 0.0 <= scores["digits_batchnorm"]["accuracy"] < 0.5
+    assert 7.0 < scores["text"]["bits_per_byte"] < most_bits
+
+
 def rows(x, y):
     return sorted(a.tobytes() + b.tobytes() for a, b in zip(x, y, strict=True))
 

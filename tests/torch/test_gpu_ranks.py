@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.torch import Accumulator
+from tests.ranks.shared import whole
 
 from .test_gpu import count, data, feed, loss, make_model, pytestmark  # noqa: F401
 from .training import flat
@@ -35,11 +36,6 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
 
 def ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, device_ids=[0])
-
-
-def whole(model: nn.Module) -> torch.Tensor:
-    found = [p.detach() for p in model.parameters()]
-    return torch.cat([(p.full_tensor() if hasattr(p, "full_tensor") else p).flatten() for p in found]).clone()
 
 
 WAYS = [(ddp, {}), (sharded, {"reduce": "window"}), (sharded, {"reduce": "micro_batch"})]

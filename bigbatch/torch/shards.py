@@ -1,0 +1,40 @@
+"""Tensors of which this rank has a part: torch's DTensor, which is imported only where there is one."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this rank has a part of it: a DTensor, without asking for torch.distributed."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Any) -> Tensor:
+    """What this rank has of it."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return part
+
+
+def like(whole: Any, part: Tensor) -> Tensor:
+    """The opposite of `local`: a part of something that is sharded as `whole` is."""
+    if not is_sharded(whole):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def norm_over_ranks(gradients: list[Tensor]) -> float:
+    """Of gradients of which each rank has a part; the same on all of them."""
+
+    def of(parts: list[Tensor]) -> float:
+        total: Any = torch.nn.utils.get_total_norm(parts)
+        return float(total.full_tensor())
+
+    total = of(gradients)
+    return total if math.isfinite(total) else of([g.double() for g in gradients])
