@@ -60,6 +60,7 @@ def test_the_update_is_that_of_the_full_batch_in_float64(
     assert float((whole(ours) - before - expected).norm() / expected.norm()) < 1e-12
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_is_waited_for_within_a_window() -> None:
     """But for the end of a step, the host never waits for the device."""
     if "nccl" not in dist.get_backend_config():
@@ -78,8 +79,8 @@ def test_nothing_is_waited_for_within_a_window() -> None:
         return end(sums)
 
     accumulator._finish = finish  # type: ignore[method-assign]
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         accumulator.step(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
