@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable
-ALL := '.[torch,tensorflow,keras,cli]'
+ALL := '.[torch,tensorflow,keras,jax,cli]'
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 RANKS := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone
@@ -21,12 +21,14 @@ test: .venv/test
 	$(RANKS) --nproc-per-node 2 -m pytest -q -x tests/ranks
 	$(RANKS) --nproc-per-node 4 -m pytest -q -x tests/ranks -k "$(ON_FOUR_RANKS)"
 	$(PYTEST) tests/tensorflow
+	$(PYTEST) tests/jax
 	KERAS_BACKEND=tensorflow $(PYTEST) tests/keras
 	KERAS_BACKEND=jax $(PYTEST) tests/keras
 	KERAS_BACKEND=torch $(PYTEST) tests/keras
 	$(PYTEST) tests/tasks/test_torch.py
 	$(PYTEST) tests/tasks/test_tensorflow.py
 	$(PYTEST) tests/tasks/test_keras.py
+	$(PYTEST) tests/tasks/test_jax.py
 	$(PYTEST) tests/cli
 	$(PYTEST) tests/docs
 
