@@ -50,8 +50,8 @@ def explain_loss(mix: Mix, ours: Array, reduction: str) -> str | None:
     found = mix.coefficients
     coupled = (
         "the loss couples the samples of a batch: the loss of the whole batch is no weighted mean of the "
-        "losses of its micro-batches (contrastive losses, losses over batch statistics, a root of a mean), "
-        "so it cannot be cut"
+        "losses of its micro-batches (a contrastive loss, a BatchNorm that normalises by what it is fed, a root of a "
+        "mean), so it cannot be cut"
     )
     if mix.residual >= RESIDUAL:
         return coupled

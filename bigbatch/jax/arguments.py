@@ -1,0 +1,161 @@
+"""What a loss is called with: which arguments are parameters, which are cut, which go whole."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.sparse import JAXSparse
+
+from ..core.errors import BatchError, OptionError
+
+Role = Literal["rows", "key", "whole", "static"]
+
+
+class Arrays(NamedTuple):
+    """The arrays among the arguments, apart from the parameters."""
+
+    rows: list[Any]
+    """Those that have one row for each sample, and are cut."""
+    keys: list[Any]
+    """PRNG keys; each micro-batch gets its own."""
+    whole: list[Any]
+    """Those that every micro-batch gets as they are."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """All that is known of the arguments without their arrays. Equal forms can share one compiled function."""
+
+    structure: Any
+    roles: tuple[Role, ...]
+    statics: tuple[tuple[type, Any], ...]
+    argnums: tuple[int, ...]
+    batch_argnums: tuple[int, ...]
+
+    def bind(self, parameters: tuple[Any, ...], arrays: Arrays) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments to call the loss with."""
+        left = {role: iter(getattr(arrays, name)) for role, name in NAMES.items()}
+        left["static"] = (value for _, value in self.statics)
+        args, kwargs = jax.tree.unflatten(self.structure, [next(left[role]) for role in self.roles])
+        for number, parameter in zip(self.argnums, parameters, strict=True):
+            args[number] = parameter
+        return tuple(args), kwargs
+
+    def batch(self, arrays: Arrays) -> tuple[Any, ...]:
+        """The arguments that are cut, in their order."""
+        args, _ = self.bind((None,) * len(self.argnums), arrays)
+        return tuple(args[number] for number in self.batch_argnums)
+
+
+NAMES: dict[Role, str] = {"rows": "rows", "key": "keys", "whole": "whole"}
+
+
+def take_apart(
+    args: Sequence[Any], kwargs: dict[str, Any], argnums: tuple[int, ...], batch_argnums: tuple[int, ...] | None
+) -> tuple[Form, tuple[Any, ...], Arrays]:
+    """The form of a call, its parameters and its other arrays.
+
+    The batch is every positional argument that is no parameter, or those that `batch_argnums` names. Keyword
+    arguments go whole, and so does what has no axis.
+    """
+    check_numbers("argnums", argnums, len(args))
+    check_numbers("batch_argnums", batch_argnums or (), len(args))
+    others = [None if number in argnums else arg for number, arg in enumerate(args)]
+    leaves, structure = jax.tree.flatten_with_path((others, kwargs), is_leaf=lambda leaf: isinstance(leaf, JAXSparse))
+
+    def is_cut(path: Any) -> bool:
+        number = path[1].idx if path[0].idx == 0 else None
+        return number is not None and (batch_argnums is None or number in batch_argnums)
+
+    roles = tuple(role_of(leaf, is_cut=is_cut(path)) for path, leaf in leaves)
+    found: dict[Role, list[Any]] = {role: [] for role in ("rows", "key", "whole", "static")}
+    for (_, leaf), role in zip(leaves, roles, strict=True):
+        found[role].append(leaf)
+    named = [(path, leaf) for (path, leaf), role in zip(leaves, roles, strict=True) if role == "rows"]
+    size = check_rows(named)
+    if size == 2 and any(role == "key" and is_raw_key(leaf) and is_cut(path)
+                         for (path, leaf), role in zip(leaves, roles, strict=True)):  # fmt: skip
+        raise OptionError(
+            "an argument of two unsigned integers beside a batch of 2 samples may be a key or labels: make keys with "
+            "jax.random.key(), or labels of a signed type"
+        )
+    cut = tuple(sorted({path[1].idx for path, _ in named}))
+    statics = tuple((type(leaf), leaf) for leaf in found["static"])
+    form = Form(structure, roles, statics, argnums, cut)
+    return form, tuple(args[number] for number in argnums), Arrays(found["rows"], found["key"], found["whole"])
+
+
+def role_of(leaf: Any, *, is_cut: bool) -> Role:
+    if isinstance(leaf, JAXSparse):
+        if is_cut:
+            raise BatchError("a sparse array cannot be cut: pass a dense one, or pass it whole, by keyword")
+        return "whole"
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return "static"
+    if is_key(leaf):
+        return "key"
+    return "rows" if is_cut and np.ndim(leaf) else "whole"
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether this is one PRNG key, of the new kind or the old."""
+    return (is_typed_key(leaf) and np.ndim(leaf) == 0) or is_raw_key(leaf)
+
+
+def is_typed_key(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def is_raw_key(leaf: Any) -> bool:
+    return leaf.dtype == np.uint32 and leaf.shape == (2,)
+
+
+def check_numbers(name: str, numbers: tuple[int, ...], num_arguments: int) -> None:
+    for number in numbers:
+        if not 0 <= number < num_arguments:
+            raise OptionError(
+                f"{name} names argument {number} but the loss was called with {num_arguments} positional arguments: "
+                "pass arguments that are named so by position, counted from 0"
+            )
+
+
+def check_rows(named: list[tuple[Any, Any]]) -> int:
+    """The size that all arrays of the batch share."""
+    if not named:
+        raise BatchError(
+            "the loss was called without an array that can be cut: pass the batch by position, after the parameters"
+        )
+    (first, leaf), *others = named
+    size = leaf.shape[0]
+    for path, other in others:
+        if other.shape[0] != size:
+            raise BatchError(
+                f"{name_of(first)} has {size} samples but {name_of(path)} has {other.shape[0]}: all arrays of a batch "
+                "share their leading axis; what belongs to no sample goes by keyword, or is left out of batch_argnums"
+            )
+    if size == 0:
+        raise BatchError(f"{name_of(first)} has 0 samples: a batch has at least 1")
+    return int(size)
+
+
+def name_of(path: Any) -> str:
+    return f"argument {path[1].idx}{jax.tree_util.keystr(path[2:])}"
+
+
+def num_rows(arrays: Arrays) -> int:
+    return int(arrays.rows[0].shape[0])
+
+
+def is_traced(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def as_numbers(name: str, value: Any) -> tuple[int, ...]:
+    """argnums as a tuple."""
+    numbers = value if isinstance(value, tuple | list) else (value,)
+    if not numbers or not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise OptionError(f"{name} is {value!r}: pass the number of an argument, counted from 0, or several as a tuple")
+    return tuple(numbers)

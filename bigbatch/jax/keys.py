@@ -1,0 +1,43 @@
+"""PRNG keys: each micro-batch, or each sample, draws numbers of its own."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+from jax import lax
+
+from .arguments import Arrays, Form, num_rows
+from .mesh import Axes
+
+Rng = Literal["per_micro_batch", "per_sample"] | None
+
+
+def for_micro_batch(keys: list[Any], rng: Rng, number: Any, axes: Axes) -> list[Any]:
+    """The keys of the micro-batch of this number: other ones on every device."""
+    if rng is None:
+        return keys
+
+    def folded(key: Any) -> Any:
+        key = jax.random.fold_in(key, number)
+        return jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
+
+    return [folded(key) for key in keys]
+
+
+def for_samples(form: Form, arrays: Arrays, axes: Axes) -> tuple[Form, Arrays]:
+    """Every key as one key for each sample, to be cut like the samples.
+
+    A sample has the same key however the batch is cut and however many devices there are.
+    """
+    num_samples = num_rows(arrays)
+    rows, keys = iter(arrays.rows), iter(arrays.keys)
+
+    def split(key: Any) -> Any:
+        if not axes:
+            return jax.random.split(key, num_samples)
+        of_all = jax.random.split(key, num_samples * lax.axis_size(axes))
+        return lax.dynamic_slice_in_dim(of_all, lax.axis_index(axes) * num_samples, num_samples)
+
+    found = [split(next(keys)) if role == "key" else next(rows) for role in form.roles if role in ("rows", "key")]
+    roles = tuple("rows" if role == "key" else role for role in form.roles)
+    return replace(form, roles=roles), Arrays(found, [], arrays.whole)

@@ -1,0 +1,190 @@
+"""Devices: over which axes of a mesh a batch is spread, and what that means for a window."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ..core.errors import BatchError, OptionError
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A mesh and those of its axes over which the samples of a batch are spread."""
+
+    mesh: Any
+    axes: Axes
+
+    def share(self, micro_batch_size: int, num_samples: int) -> int:
+        """How much of each micro-batch one device has: all take part in every one."""
+        num = num_devices(self.mesh, self.axes)
+        over = f"the {num} devices of {', '.join(self.axes)}"
+        if num_samples % num:
+            raise BatchError(
+                f"{over} cannot share {num_samples} samples evenly: pad the batch with samples of weight zero, see "
+                "bigbatch.jax.pad"
+            )
+        if micro_batch_size >= num_samples:
+            return num_samples // num
+        if micro_batch_size % num:
+            raise OptionError(
+                f"micro_batch_size={micro_batch_size} cannot be shared by {over}: pass a multiple of {num}, since "
+                "every micro-batch takes from every device"
+            )
+        return micro_batch_size // num
+
+
+def num_devices(mesh: Any, axes: Axes) -> int:
+    """Among how many devices the samples are shared."""
+    found = 1
+    for axis in axes:
+        found *= mesh.shape[axis]
+    return found
+
+
+def find_placement(rows: Sequence[Any], sharding: Any) -> Placement | None:
+    """Where the batch is, if that was told or can be seen: it can outside of `jit`, and on explicit axes inside too."""
+    if sharding is not None:
+        return as_placement(sharding)
+    found = {placement for row in rows if (placement := placement_of(row)) is not None}
+    if len(found) > 1:
+        axes = " and over ".join(sorted(str(placement.axes) for placement in found))
+        raise BatchError(f"the arrays of the batch are spread over {axes}: spread all of them over the same axes")
+    return next(iter(found), None)
+
+
+def as_placement(sharding: Any) -> Placement | None:
+    """A NamedSharding, a PartitionSpec, or the names of axes: of a batch, so the first entry counts."""
+    if isinstance(sharding, NamedSharding):
+        mesh, spec = sharding.mesh, sharding.spec
+    else:
+        mesh = current_mesh()
+        spec = sharding if isinstance(sharding, PartitionSpec) else PartitionSpec(sharding)
+        if mesh.empty:
+            raise OptionError(
+                f"sharding={sharding!r} names axes but no mesh is set: pass NamedSharding(mesh, P(…)), "
+                "or set the mesh with jax.set_mesh(mesh)"
+            )
+    axes = axes_of(spec[0] if len(spec) else None)
+    if missing := [axis for axis in axes if axis not in mesh.shape]:
+        raise OptionError(f"sharding names the axis {missing[0]!r} but the mesh has {tuple(mesh.shape)}")
+    return spread_over(mesh, axes)
+
+
+def current_mesh() -> Any:
+    """The mesh that `jax.set_mesh` set."""
+    return jax.sharding.get_abstract_mesh()
+
+
+def placement_of(row: Any) -> Placement | None:
+    sharding = jax.typeof(row).sharding if isinstance(row, jax.Array) else None
+    if sharding is not None and sharding.spec and sharding.spec[0] is not None:
+        return spread_over(sharding.mesh, axes_of(sharding.spec[0]))
+    if isinstance(row, jax.core.Tracer) or not isinstance(getattr(row, "sharding", None), NamedSharding):
+        return None
+    return spread_over(row.sharding.mesh, axes_of(row.sharding.spec[0] if len(row.sharding.spec) else None))
+
+
+def spread_over(mesh: Any, axes: Axes) -> Placement | None:
+    """None where the axes are those of a `shard_map` that we are in, or lead to one device."""
+    if any(axis in current_mesh().manual_axes for axis in axes):
+        return None
+    return Placement(mesh, axes) if num_devices(mesh, axes) > 1 else None
+
+
+def axes_of(entry: Any) -> Axes:
+    """The axes in one entry of a PartitionSpec."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+# --- inside of shard_map ---------------------------------------------------------------------------------------
+
+
+def varying(tree: Any) -> frozenset[str]:
+    """The axes of a `shard_map` over which any leaf differs from device to device."""
+    found: frozenset[str] = frozenset()
+    for leaf in jax.tree.leaves(tree):
+        kind = jax.typeof(leaf)
+        found |= kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # its name before JAX 0.10
+    return found
+
+
+def vary(tree: Any, axes: Iterable[str]) -> Any:
+    """The same, allowed to differ over these axes: what is computed from it is then not reduced behind our back."""
+
+    def cast(leaf: Any) -> Any:
+        missing = tuple(sorted(set(axes) - varying(leaf)))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of a parameter a device has, and so of its gradient."""
+
+    axes: Axes
+    """Those over which the gradient is added up."""
+    dims: tuple[tuple[int, Axes], ...] = ()
+    """The dimensions that are spread, and over which axes."""
+
+    @classmethod
+    def of(cls, parameter: Any, axes: Axes) -> "Shard":
+        """Only axes of the batch count: what is spread over others stays as it is."""
+        spec = spec_of(parameter)
+        dims = [(dim, tuple(axis for axis in axes_of(entry) if axis in axes)) for dim, entry in enumerate(spec)]
+        return cls(axes, tuple((dim, found) for dim, found in dims if found))
+
+    @property
+    def spec(self) -> PartitionSpec:
+        entries: list[Any] = [None] * (1 + max((dim for dim, _ in self.dims), default=-1))
+        for dim, axes in self.dims:
+            entries[dim] = axes
+        return PartitionSpec(*entries)
+
+    def gather(self, part: Any) -> Any:
+        """The whole parameter."""
+        for dim, axes in self.dims:
+            part = lax.all_gather(part, axes, axis=dim, tiled=True)
+        return part
+
+    def reduce(self, gradient: Any) -> Any:
+        """The gradient added up over devices; of a spread parameter each gets its part."""
+        for dim, axes in self.dims:
+            gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
+        scattered = {axis for _, axes in self.dims for axis in axes}
+        rest = tuple(axis for axis in self.axes if axis not in scattered)
+        return lax.psum(gradient, rest) if rest else gradient
+
+
+def spec_of(array: Any) -> Any:
+    """How an array is spread, as far as that can be seen; nothing if it cannot."""
+    sharding = jax.typeof(array).sharding
+    if any(entry is not None for entry in sharding.spec) or isinstance(array, jax.core.Tracer):
+        return sharding.spec
+    found = getattr(array, "sharding", None)
+    return found.spec if isinstance(found, NamedSharding) else ()
+
+
+def spread(tree: Any, placement: Placement) -> Any:
+    """Rows over the axes of the batch; on explicit axes that has to be said, on others shard_map does it."""
+    is_explicit = all(
+        kind == AxisType.Explicit
+        for name, kind in zip(placement.mesh.axis_names, placement.mesh.axis_types, strict=True)
+        if name in placement.axes
+    )
+    if not is_explicit:
+        return tree
+
+    def moved(leaf: Any) -> Any:
+        rest = tuple(jax.typeof(leaf).sharding.spec)[1:]
+        return jax.reshard(leaf, NamedSharding(placement.mesh, PartitionSpec(placement.axes, *rest)))
+
+    return jax.tree.map(moved, tree)

@@ -1,0 +1,102 @@
+"""The parameters and a batch in float64, and the ways to take the gradient."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..core.audit import Gradient, Loop
+from ..core.diagnosis import Array
+from ..core.window import cuts
+from .arguments import Arrays, Form, num_rows
+from .keys import for_samples
+from .window import Run, Window
+
+
+class Trial:
+    """As core/audit.py wants it."""
+
+    def __init__(self, window: Window, form: Form, parameters: Any, arrays: Arrays) -> None:
+        if window.rng == "per_sample":
+            form, arrays = for_samples(form, arrays, ())
+        self.reduction = window.reduction
+        self.parameters = parameters
+        self.arrays = arrays
+        self.run = Run(window, form, arrays)
+        self.run.look((parameters,))
+        sizes = [part.stop - part.start for part in cuts(num_rows(arrays), self.run.size)]
+        self.micro_batches = [self.run.micro_batch(number, size) for number, size in enumerate(sizes)]
+        self.draws = len(sizes) > 1 and self._draws()
+
+    def _draws(self) -> bool:
+        """Whether another key gives another gradient."""
+        other = self.arrays._replace(keys=[jax.random.fold_in(key, 1) for key in self.arrays.keys])
+        found = zip(self._of(self.arrays).values(), self._of(other).values(), strict=True)
+        return any(not np.array_equal(a, b, equal_nan=True) for a, b in found)
+
+    def full(self) -> Gradient:
+        if not self.draws:
+            return self._of(self.arrays)
+        scales = self.right_scales()
+
+        def loss(parameters: Any) -> Any:
+            return sum(
+                scale * term
+                for micro_batch, row in zip(self.micro_batches, scales, strict=True)
+                for term, scale in zip(self.run.loss((parameters,), micro_batch)[0], row, strict=True)
+                if scale
+            )
+
+        return self._named(jax.jit(jax.grad(loss))(self.parameters))
+
+    def accumulated(self) -> Gradient:
+        found = jax.jit(self.run.result)((self.parameters,)).gradient
+        return self._named(jax.tree.unflatten(jax.tree.structure(self.parameters), found))
+
+    def micro(self, number: int) -> Gradient:
+        return self._of(self.micro_batches[number])
+
+    def by_loop(self, loop: Loop) -> tuple[Gradient, Gradient]:
+        batches = [self.run.form.batch(micro_batch) for micro_batch in self.micro_batches]
+        given = [batch[0] if len(batch) == 1 else batch for batch in batches]
+        first, again = (self._named(loop(self.parameters, given)) for _ in range(2))
+        return first, again
+
+    def right_scales(self) -> Array:
+        weights = np.array([self._weights_of(micro_batch) for micro_batch in self.micro_batches], np.float64)
+        if self.reduction == "sum":
+            return np.ones_like(weights)
+        totals = weights.sum(0)
+        return np.divide(weights, totals, out=np.zeros_like(weights), where=totals != 0)
+
+    def _weights_of(self, micro_batch: Arrays) -> tuple[Any, ...]:
+        return self.run.weights(micro_batch) or (num_rows(micro_batch),) * self.run.num_terms
+
+    def notes(self) -> list[str]:
+        if not self.draws:
+            return []
+        return [
+            "the loss draws random numbers, and each micro-batch has a key of its own: the full batch was compared with "
+            'the same draws, micro-batch by micro-batch, so a loss that couples samples would not show; rng="per_sample" '
+            "gives each sample its own key, and then the draws are those of the full batch"
+        ]
+
+    def layer_causes(self) -> list[str]:
+        return []
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        yield
+
+    without_dropout = quiet
+
+    def _of(self, arrays: Arrays) -> Gradient:
+        return self._named(jax.jit(jax.grad(lambda p: sum(self.run.loss((p,), arrays)[0])))(self.parameters))
+
+    def _named(self, gradient: Any) -> Gradient:
+        leaves = jax.tree.leaves_with_path(gradient)
+        return {
+            jax.tree_util.keystr(path, simple=True, separator=".") or "parameters": np.asarray(g) for path, g in leaves
+        }
