@@ -142,6 +142,11 @@ class Shard:
         dims = [(dim, tuple(axis for axis in axes_of(entry) if axis in axes)) for dim, entry in enumerate(spec)]
         return cls(axes, tuple((dim, found) for dim, found in dims if found))
 
+    @classmethod
+    def inside(cls, parameter: Any, axes: Axes) -> "Shard":
+        """In a `shard_map` of the user's: what differs from device to device already is the device's own."""
+        return cls(tuple(axis for axis in axes if axis not in varying(parameter)))
+
     @property
     def spec(self) -> PartitionSpec:
         entries: list[Any] = [None] * (1 + max((dim for dim, _ in self.dims), default=-1))

@@ -38,8 +38,8 @@ class Combine:
 def combine(asked: Any, like: Any, other: Any) -> Combine:
     """As asked; "auto" is: rows are concatenated, of the rest integers are added up and others meaned by weight.
 
-    `like` and `other` are the shapes of aux for batches of two sizes: a leaf whose leading axis grows with the batch has
-    rows.
+    `like` and `other` are the shapes of aux for batches of two sizes: a leaf whose leading axis grows with the
+    batch has rows.
     """
     leaves, structure = jax.tree.flatten_with_path(like)
     told = jax.tree.leaves(jax.tree.broadcast(asked, like))
@@ -57,8 +57,8 @@ def combine(asked: Any, like: Any, other: Any) -> Combine:
             )
         if ways[-1] == "concatenate" and not has_rows:
             raise OptionError(
-                f"aux{jax.tree_util.keystr(path)} of shape {leaf.shape} has no row for each sample to concatenate: pass "
-                'aux="mean" or aux="sum"'
+                f"aux{jax.tree_util.keystr(path)} of shape {leaf.shape} has no row for each sample to concatenate: "
+                'pass aux="mean" or aux="sum"'
             )
     return Combine(structure, tuple(ways))
 

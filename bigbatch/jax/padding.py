@@ -29,4 +29,4 @@ def pad(batch: Any, multiple: int) -> tuple[Any, Any]:
         stack = jnp if isinstance(leaf, jax.Array) else np
         return stack.concatenate([leaf, stack.repeat(leaf[-1:], missing, axis=0)])
 
-    return jax.tree.map(padded, batch), np.repeat(np.float32([1, 0]), [size, missing])
+    return jax.tree.map(padded, batch), np.repeat(np.array([1, 0], np.float32), [size, missing])

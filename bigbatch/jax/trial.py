@@ -78,9 +78,9 @@ class Trial:
         if not self.draws:
             return []
         return [
-            "the loss draws random numbers, and each micro-batch has a key of its own: the full batch was compared with "
-            'the same draws, micro-batch by micro-batch, so a loss that couples samples would not show; rng="per_sample" '
-            "gives each sample its own key, and then the draws are those of the full batch"
+            "the loss draws random numbers, and each micro-batch has a key of its own: the full batch was compared "
+            "with the same draws, micro-batch by micro-batch, so a loss that couples samples would not show; "
+            'rng="per_sample" gives each sample its own key, and then the draws are those of the full batch'
         ]
 
     def layer_causes(self) -> list[str]:
@@ -96,7 +96,8 @@ class Trial:
         return self._named(jax.jit(jax.grad(lambda p: sum(self.run.loss((p,), arrays)[0])))(self.parameters))
 
     def _named(self, gradient: Any) -> Gradient:
-        leaves = jax.tree.leaves_with_path(gradient)
-        return {
-            jax.tree_util.keystr(path, simple=True, separator=".") or "parameters": np.asarray(g) for path, g in leaves
-        }
+        return {name_of(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(gradient)}
+
+
+def name_of(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".") or "parameters"

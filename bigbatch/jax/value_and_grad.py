@@ -35,7 +35,29 @@ def value_and_grad(
     axes: str | tuple[str, ...] | None = None,
     accumulate_dtype: Any = None,
 ) -> Callable[..., Any]:
-    """Stands where `jax.value_and_grad(loss)` stood, and gives what it gave, a micro-batch at a time."""
+    """Stands where `jax.value_and_grad(loss)` stood, and gives what it gave in the memory of a micro-batch.
+
+        @jax.jit
+        def step(params, state, batch):
+            value, grads = value_and_grad(loss, micro_batch_size=8)(params, batch)
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+    `loss(params, batch)` returns the mean over what it is given, or a tuple of means. `weight(batch)` says over how
+    many that is (samples unless told otherwise), with a tuple of the same length for a tuple. The value is the sum of
+    the terms.
+
+    Positional arguments beside `argnums` are the batch, or those that `batch_argnums` names: they are cut along their
+    leading axis. Keyword arguments go whole to every micro-batch. A PRNG key among either is folded with the number of
+    the micro-batch, or with `rng="per_sample"` split so that the loss gets one key for each sample.
+
+    With `has_aux` the loss returns `(loss, aux)`; `aux` says how what micro-batches return is put together:
+    "concatenate", "sum", "mean" (by weight), or a nest of these; "auto" sees which of it has a row for each sample.
+
+    A batch that devices share is accumulated on each and reduced once. How it is shared is seen outside of `jit` and
+    on explicit axes; else `sharding` says it, a NamedSharding, or names of axes of the mesh that is set. In a
+    `shard_map` with `check_vma=False`, `axes` names those to reduce over.
+    """
     micro_batch_size = positive("micro_batch_size", micro_batch_size)
     check_reduction(reduction)
     if rng not in ("per_micro_batch", "per_sample", None):

@@ -76,9 +76,7 @@ class Run:
     def result(self, parameters: Any, shards: list[Shard] | None = None) -> Result:
         """What is reduced over devices is reduced here, once; `shards` are the parts of parameters that they keep."""
         self.look(parameters)
-        shards = shards or [
-            Shard(tuple(a for a in self.axes if a not in varying(p))) for p in jax.tree.leaves(parameters)
-        ]
+        shards = shards or [Shard.inside(leaf, self.axes) for leaf in jax.tree.leaves(parameters)]
         parameters = vary(parameters, self.axes)
         inputs = varying((parameters, self.arrays))
         totals = self.totals() if self.has_totals else ()
@@ -109,24 +107,24 @@ class Run:
 
     def look(self, parameters: Any) -> None:
         """What the loss returns, from a trace that never runs."""
-        terms, aux = jax.eval_shape(self.loss, parameters, self.micro_batch(0, self.size))
+        micro_batch = self.micro_batch(0, self.size)
+        terms, self.aux_like = jax.eval_shape(self.loss, parameters, micro_batch)
         for term in terms:
             if not hasattr(term, "shape") or term.shape or not jnp.issubdtype(term.dtype, jnp.floating):
                 raise LossError(f"the loss returned {term}: return a mean over the micro-batch, a real scalar")
         self.num_terms = len(terms)
-        self.dtype = jnp.result_type(jnp.float32, *(term.dtype for term in terms))
         self.terms_dtype = jnp.result_type(*(term.dtype for term in terms))
-        longer = [jax.ShapeDtypeStruct((2 * self.size, *row.shape[1:]), row.dtype) for row in self.arrays.rows]
-        others = self.micro_batch(0, self.size)
-        _, of_more = (
-            jax.eval_shape(lambda rows: self.loss(parameters, others._replace(rows=rows)), longer)
-            if aux is not None
-            else (0, None)
-        )
-        self.aux_like = aux
-        self.combine: Combine = combine(self.window.aux, aux, of_more)
+        self.dtype = jnp.promote_types(self.terms_dtype, jnp.float32)
+        self.combine: Combine = combine(self.window.aux, self.aux_like, self.aux_of_more(parameters, micro_batch))
         self.has_totals = self.window.weight is not None and self.num_terms > 1 and self.window.reduction == "mean"
         self.is_divided = self.window.reduction == "mean" and not self.has_totals
+
+    def aux_of_more(self, parameters: Any, micro_batch: Arrays) -> Any:
+        """The shapes of aux for twice as many samples."""
+        if not self.window.has_aux:
+            return None
+        rows = [jax.ShapeDtypeStruct((2 * self.size, *row.shape[1:]), row.dtype) for row in self.arrays.rows]
+        return jax.eval_shape(lambda rows: self.loss(parameters, micro_batch._replace(rows=rows)), rows)[1]
 
     def totals(self) -> tuple[Any, ...]:
         """The total weight of each term; where there are several, each is divided by its own before it is added."""
@@ -146,9 +144,15 @@ class Run:
             return jnp.zeros_like(parameter, jnp.promote_types(parameter.dtype, dtype))
 
         zero = jnp.zeros((), self.dtype)
-        aux = [jnp.zeros(leaf.shape, wide(leaf.dtype)) for leaf, _ in self.combine.added(self.aux_like)]
+        aux = [jnp.zeros(leaf.shape, self.wide(leaf, way)) for leaf, way in self.combine.added(self.aux_like)]
         rest = vary(([zero] * self.num_terms, zero, aux), inputs)
         return Sums([like(p) for p in jax.tree.leaves(parameters)], *rest)
+
+    def wide(self, leaf: Any, way: str) -> Any:
+        """The dtype in which leaves of aux are added up."""
+        if is_whole(leaf):
+            return leaf.dtype if way == "sum" else self.dtype
+        return jnp.promote_types(leaf.dtype, jnp.float32)
 
     # --- one micro-batch -------------------------------------------------------------------------------------
 
@@ -215,8 +219,8 @@ class Run:
     def check_unreduced(self, terms: tuple[Any, ...]) -> None:
         if done := [axis for axis in self.axes if axis not in varying(terms)]:
             raise LossError(
-                f"the loss is the same on all devices of {done[0]!r}, so it was reduced over them already: return the mean "
-                "over the device's own micro-batch"
+                f"the loss is the same on all devices of {done[0]!r}, so it was reduced over them already: "
+                "return the mean over the device's own micro-batch"
             )
 
     # --- the loop, and what comes after it ---------------------------------------------------------------------
@@ -249,7 +253,7 @@ class Run:
         elif totals:
             value = jnp.where(sum(totals) == 0, jnp.nan, value)
         added = [
-            (leaf / count if way == "mean" else leaf).astype(like.dtype)
+            (leaf / count if way == "mean" else leaf).astype(leaf.dtype if is_whole(like) else like.dtype)
             for leaf, (like, way) in zip(sums.aux, self.combine.added(self.aux_like), strict=True)
         ]
         return Result(value.astype(self.terms_dtype), gradient, rows, added)
@@ -274,6 +278,6 @@ def only(scales: list[Any], number: int) -> list[Any]:
     return [scale if k == number else 0 for k, scale in enumerate(scales)]
 
 
-def wide(dtype: Any) -> Any:
-    """The dtype in which values of this one are added up."""
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+def is_whole(leaf: Any) -> bool:
+    """Whether these are integers or truth values."""
+    return not jnp.issubdtype(leaf.dtype, jnp.inexact)
