@@ -118,7 +118,9 @@ def multi_steps(
     ) -> tuple[Any, MultiStepsState]:
         _check_gradients(grads, state.sums)
         given = _weight_of(weight, reduction)
-        is_good = jnp.isfinite(given) & _is_finite(grads) if non_finite == "micro_batch" else jnp.array(True)
+        is_good = jnp.array(True)
+        if non_finite == "micro_batch":
+            is_good = (given == 0) | (jnp.isfinite(given) & _is_finite(grads))
         counted = jnp.where(is_good, given, 0)
 
         is_open = state.micro_step > 0
@@ -144,7 +146,7 @@ def multi_steps(
 
         def close(inner_state: Any) -> tuple[Any, Any, jax.Array]:
             gradient = _gradient(window, grads, reduction)
-            is_applied = window.weight > 0  # False where it is not a number
+            is_applied = (window.weight > 0) & jnp.isfinite(window.weight)
             if non_finite != "keep":
                 is_applied &= _is_finite(gradient)
             return *jax.lax.cond(is_applied, apply, lambda _, old: (zeros, old), gradient, inner_state), is_applied

@@ -207,9 +207,10 @@ def test_the_micro_batch_is_left_out() -> None:
 def test_all_micro_batches_are_left_out() -> None:
     params, (_, micro_batches) = make_params(), poisoned()
     optimizer = multi_steps(optax.adamw(0.1), 2, non_finite="micro_batch")
-    same, state = feed(optimizer, params, [micro_batches[5]] * 2)
+    empty = {**micro_batches[5], "y": np.full(2, -100)}  # counts nothing, so that there is nothing to leave out
+    same, state = feed(optimizer, params, [micro_batches[5], empty, micro_batches[5], micro_batches[5]])
     assert apart(same, params, make_params(dtype=jnp.float32)) == 0
-    assert (state.step, state.num_skipped, state.num_dropped) == (1, 1, 2)
+    assert (state.step, state.num_skipped, state.num_dropped) == (2, 2, 3)
 
 
 def test_it_is_kept_if_asked_for() -> None:
