@@ -31,8 +31,8 @@ def test_digits() -> None:
     assert "\nexact: " in output
 
 
-def run(name: str) -> str:
-    command = [sys.executable, str(FOLDER / name)]
+def run(name: str, *options: str) -> str:
+    command = [sys.executable, *options, str(FOLDER / name)]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
 
 
@@ -49,6 +49,24 @@ def test_tensorflow_mirrored() -> None:
     assert float(re.search(r"held-out digits: ([\d.]+)%", output)[1]) > 95
     assert "348 samples" in output
     assert "traces: 1" in output
+
+
+@pytest.mark.parametrize("name", ["jax_optax.py", "jax_nnx.py", "jax_linen.py", "jax_equinox.py"])
+def test_jax(name: str) -> None:
+    """Every epoch's loss is the full batch's to the last digit shown, and the weights to rounding."""
+    output = run(name, "-W", "error")
+    assert float(re.search(r"weights are (\S+) apart", output)[1]) < 1e-12
+    assert float(re.search(r"held-out digits: ([\d.]+)%", output)[1]) > 95
+    if name == "jax_optax.py":
+        rows = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+)$", output, re.MULTILINE)
+        assert len(rows) == 15
+        assert all(full == ours for full, ours in rows)
+        assert "\nexact: " in output
+    elif name == "jax_linen.py":
+        assert "60 steps, loss of the last batch of 348" in output  # 1500 = 3 x 384 + 348: a short window
+    else:
+        full, ours = (re.findall(r"^epoch .*$", part, re.MULTILINE) for part in output.split("batch of 384"))
+        assert full == ours != []
 
 
 def processes_of(session: int) -> list[str]:
