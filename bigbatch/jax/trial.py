@@ -1,10 +1,11 @@
 """The parameters and a batch in float64, and the ways to take the gradient."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..core.audit import Gradient, Loop
@@ -28,7 +29,12 @@ class Trial:
         self.run.look((parameters,))
         sizes = [part.stop - part.start for part in cuts(num_rows(arrays), self.run.size)]
         self.micro_batches = [self.run.micro_batch(number, size) for number, size in enumerate(sizes)]
+        self.has_dropout = False
         self.draws = len(sizes) > 1 and self._draws()
+        if self.draws:
+            self.has_dropout = True
+            self.draws = self._draws()
+            self.has_dropout = not self.draws
 
     def _draws(self) -> bool:
         """Whether another key gives another gradient."""
@@ -52,7 +58,8 @@ class Trial:
         return self._named(jax.jit(jax.grad(loss))(self.parameters))
 
     def accumulated(self) -> Gradient:
-        found = jax.jit(self.run.result)((self.parameters,)).gradient
+        with self._settled():
+            found = jax.jit(self.run.result)((self.parameters,)).gradient
         return self._named(jax.tree.unflatten(jax.tree.structure(self.parameters), found))
 
     def micro(self, number: int) -> Gradient:
@@ -75,13 +82,18 @@ class Trial:
         return self.run.weights(micro_batch) or (num_rows(micro_batch),) * self.run.num_terms
 
     def notes(self) -> list[str]:
-        if not self.draws:
-            return []
-        return [
-            "the loss draws random numbers, and each micro-batch has a key of its own: the full batch was compared "
-            "with the same draws, micro-batch by micro-batch, so a loss that couples samples would not show; "
-            'rng="per_sample" gives each sample its own key, and then the draws are those of the full batch'
-        ]
+        if self.has_dropout:
+            return [
+                "dropout was switched off for the comparison; in training each micro-batch draws masks of its own, which "
+                'is as good a draw as the full batch\'s but not the same; rng="per_sample" makes it the same'
+            ]
+        if self.draws:
+            return [
+                "the loss draws random numbers, and each micro-batch has a key of its own: the full batch was compared "
+                "with the same draws, micro-batch by micro-batch, so neither a wrong weight nor a loss that couples "
+                'samples would show; rng="per_sample" gives each sample its own key, and then they do'
+            ]
+        return []
 
     def layer_causes(self) -> list[str]:
         return []
@@ -93,7 +105,12 @@ class Trial:
     without_dropout = quiet
 
     def _of(self, arrays: Arrays) -> Gradient:
-        return self._named(jax.jit(jax.grad(lambda p: sum(self.run.loss((p,), arrays)[0])))(self.parameters))
+        with self._settled():
+            found = jax.jit(jax.grad(lambda p: sum(self.run.loss((p,), arrays)[0])))(self.parameters)
+        return self._named(found)
+
+    def _settled(self) -> AbstractContextManager[Any]:
+        return dropout_off() if self.has_dropout else nullcontext()
 
     def _named(self, gradient: Any) -> Gradient:
         return {name_of(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(gradient)}
@@ -101,3 +118,22 @@ class Trial:
 
 def name_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".") or "parameters"
+
+
+@contextmanager
+def dropout_off() -> Iterator[None]:
+    """Inside, every mask of Flax, Equinox and of `jax.random.bernoulli` itself keeps all.
+
+    Nothing is compiled there: a function of the user's that is would remember what it saw.
+    """
+    bernoulli = jax.random.bernoulli
+
+    def keep(key: Any, p: Any = 0.5, shape: Any = None, **options: Any) -> Any:
+        return jnp.ones(jnp.shape(p) if shape is None else shape, bool)
+
+    jax.random.bernoulli = keep
+    try:
+        with jax.disable_jit():
+            yield
+    finally:
+        jax.random.bernoulli = bernoulli

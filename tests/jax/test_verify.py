@@ -1,0 +1,158 @@
+"""verify: what is exact is said to be, what is not gets its cause."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigbatch import BatchError, LossError, OptionError
+from bigbatch.jax import verify
+from tests.problems import problems, samples, tokens
+
+from .training import LOSSES, WEIGHTS, classifier, language, make_params, samples_loss, tokens_loss
+
+BATCH = samples(13)[0]
+
+
+def float32(tree):
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32) if leaf.dtype.kind == "f" else leaf, tree)
+
+
+@pytest.mark.parametrize("kind", ["samples", "tokens", "terms"])
+def test_exact(kind):
+    problem = next(problem for problem in problems() if problem.kind == kind)
+    batch = problem.batches[0]
+    found = verify(float32(make_params(problem)), float32(batch), LOSSES[kind], 2, weight=WEIGHTS[kind])
+    assert found.is_exact, found
+    assert 0 < found.max_error < 1e-12
+    assert not found.causes
+
+
+def test_names_are_paths():
+    assert set(verify(classifier(), BATCH, samples_loss, 4).errors) == {
+        "first.bias", "first.kernel", "second.bias", "second.kernel"
+    }  # fmt: skip
+    assert set(verify(jnp.ones(64), BATCH["x"], lambda w, x: (x @ w).mean(), 4).errors) == {"parameters"}
+
+
+def test_a_weight_that_is_not_the_losses():
+    found = verify(language(), tokens(3, 60, 17, 40, 5), tokens_loss, 2)
+    assert not found.is_exact
+    assert "the weight disagrees with the loss's own mean" in found.causes[0]
+
+
+def test_a_sum():
+    found = verify(classifier(), BATCH, lambda params, batch: 13 * samples_loss(params, batch), 13)
+    assert found.is_exact
+    found = verify(classifier(), BATCH, lambda params, batch: len(batch["y"]) * samples_loss(params, batch), 4)
+    assert 'pass reduction="sum"' in found.causes[0]
+    assert verify(classifier(), BATCH, lambda p, b: len(b["y"]) * samples_loss(p, b), 4, reduction="sum").is_exact
+
+
+def test_batch_norm_is_named():
+    def loss(params, batch):
+        x = (batch["x"] - batch["x"].mean(0)) / jnp.sqrt(batch["x"].var(0) + 1e-3)
+        return samples_loss(params, {**batch, "x": x})
+
+    found = verify(classifier(), BATCH, loss, 4)
+    assert not found.is_exact
+    assert "couples the samples" in found.causes[0]
+    assert "BatchNorm" in found.causes[0]
+
+
+def test_dropout():
+    def loss(params, batch, key):
+        keep = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+        return samples_loss(params, {**batch, "x": batch["x"] * keep})
+
+    found = verify(classifier(), BATCH, loss, 4, args=(jax.random.key(0),))
+    assert found.is_exact, found
+    assert "dropout was switched off" in found.causes[0]
+    found = verify(classifier(), BATCH, jax.jit(loss), 4, args=(jax.random.key(0),), weight=lambda batch: 1)
+    assert not found.is_exact
+    assert "the weight disagrees" in found.causes[1]
+    masks = jax.random.bernoulli(jax.random.key(0), 0.5, (100,))
+    assert 0 < masks.sum() < 100
+
+    def by_sample(params, batch, keys):
+        keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, (64,)))(keys)
+        return samples_loss(params, {**batch, "x": batch["x"] * keep})
+
+    found = verify(classifier(), BATCH, by_sample, 4, args=(jax.random.key(0),), rng="per_sample")
+    assert found.is_exact, found
+    assert not found.causes
+
+
+def test_noise():
+    def loss(params, batch, key):
+        return samples_loss(params, {**batch, "x": batch["x"] + jax.random.normal(key, batch["x"].shape)})
+
+    found = verify(classifier(), BATCH, loss, 4, args=(jax.random.key(0),))
+    assert found.is_exact, found
+    assert "draws random numbers" in found.causes[0]
+
+
+def test_a_compiled_loss_keeps_its_dropout():
+    """What verify switches off stays on in functions that the user compiled."""
+
+    @jax.jit
+    def loss(params, batch, key):
+        keep = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+        return samples_loss(params, {**batch, "x": batch["x"] * keep})
+
+    verify(classifier(), BATCH, loss, 4, args=(jax.random.key(0),))
+    assert loss(classifier(), BATCH, jax.random.key(0)) != loss(classifier(), BATCH, jax.random.key(1))
+
+
+def test_what_else_the_loss_takes():
+    def loss(params, x, y, *, scale):
+        return samples_loss(params, {"x": x, "y": y}) * scale.sum(), {"logits": x}
+
+    more = {"args": (BATCH["y"],), "kwargs": {"scale": np.ones(3)}}
+    assert verify(classifier(), BATCH["x"], loss, 4, has_aux=True, **more).is_exact
+
+
+def test_somebody_elses_loop():
+    def mean_of_means(params, micro_batches):
+        found = [jax.grad(samples_loss)(params, micro_batch) for micro_batch in micro_batches]
+        return jax.tree.map(lambda *gradients: sum(gradients) / len(gradients), *found)
+
+    found = verify(classifier(), BATCH, samples_loss, 4, step=mean_of_means)
+    assert not found.is_exact
+    assert "divided by the number of micro-batches (4)" in found.causes[0]
+
+    def right(params, micro_batches):
+        found = [jax.grad(samples_loss)(params, micro_batch) for micro_batch in micro_batches]
+        sizes = [len(micro_batch["y"]) for micro_batch in micro_batches]
+        return jax.tree.map(lambda *gradients: sum(g * n for g, n in zip(gradients, sizes, strict=True)) / 13, *found)
+
+    assert verify(classifier(), BATCH, samples_loss, 4, step=right).is_exact
+
+
+def test_less_than_float64_is_said():
+    def loss(params, batch):
+        return samples_loss(float32_traced(params), batch)
+
+    def float32_traced(params):
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+
+    found = verify(classifier(), float32(BATCH), loss, 4)
+    assert not found.is_exact
+    assert "computes in less than float64" in found.causes[0]
+
+
+def test_the_users_settings_stay():
+    with jax.enable_x64(False):
+        assert verify(float32(classifier()), float32(BATCH), samples_loss, 4).max_error < 1e-12
+        assert jnp.ones(1).dtype == jnp.float32
+
+
+def test_one_sentence():
+    with pytest.raises(OptionError, match="micro_batch_size is 0"):
+        verify(classifier(), BATCH, samples_loss, 0)
+    with pytest.raises(OptionError, match="reduction='max'"):
+        verify(classifier(), BATCH, samples_loss, 4, reduction="max")
+    with pytest.raises(BatchError, match="has 13 samples but"):
+        verify(classifier(), {**BATCH, "y": BATCH["y"][:5]}, samples_loss, 4)
+    with pytest.raises(LossError, match="a real scalar"):
+        verify(classifier(), BATCH, lambda params, batch: batch["x"], 4)
