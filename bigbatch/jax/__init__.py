@@ -4,11 +4,13 @@ from ..core.errors import MissingExtraError
 
 try:
     import jax as _jax  # noqa: F401
+    import optax as _optax  # noqa: F401
 except ImportError as error:
-    raise MissingExtraError('bigbatch.jax needs JAX: pip install "bigbatch[jax]"') from error
+    raise MissingExtraError('bigbatch.jax needs JAX and Optax: pip install "bigbatch[jax]"') from error
 
+from .multi_steps import multi_steps
 from .padding import pad
 from .value_and_grad import grad, value_and_grad
 from .verify import verify
 
-__all__ = ["grad", "pad", "value_and_grad", "verify"]
+__all__ = ["grad", "multi_steps", "pad", "value_and_grad", "verify"]

@@ -84,8 +84,8 @@ class Trial:
     def notes(self) -> list[str]:
         if self.has_dropout:
             return [
-                "dropout was switched off for the comparison; in training each micro-batch draws masks of its own, which "
-                'is as good a draw as the full batch\'s but not the same; rng="per_sample" makes it the same'
+                "dropout was switched off for the comparison; in training each micro-batch draws masks of its own, as "
+                'good a draw as the full batch\'s but not the same; rng="per_sample" makes it the same'
             ]
         if self.draws:
             return [
