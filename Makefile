@@ -45,12 +45,14 @@ bench: .venv/bench
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.tensorflow
+	$(BIN)/python -m benchmarks.jax
 	$(RANKS) --nproc-per-node 2 -m benchmarks.ranks
 
 # Writes the tables of docs/exactness.md and README.md.
 exactness: .venv/bench
 	$(BIN)/python -m benchmarks.exactness
 	$(BIN)/python -m benchmarks.exactness_tensorflow
+	$(BIN)/python -m benchmarks.exactness_jax
 	$(RANKS) --nproc-per-node 2 -m benchmarks.exactness_ranks
 
 # Makes the pictures of docs/command-line.md; needs Chromium.
