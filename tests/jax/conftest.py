@@ -2,7 +2,7 @@
 
 import os
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_ENABLE_X64"] = "1"
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"  # the second compiles faster
