@@ -1,0 +1,1 @@
+"""The built-in tasks in JAX: parameters are plain dicts of arrays."""
