@@ -128,7 +128,7 @@ def options(
 
 
 TaskName = Annotated[str, typer.Argument(help="A Python file, or digits, digits-batchnorm or text.")]
-Framework = Annotated[str | None, typer.Option(help="torch, tensorflow or keras; for built-in tasks.")]
+Framework = Annotated[str | None, typer.Option(help="torch, tensorflow, keras or jax; for built-in tasks.")]
 BatchSize = Annotated[int | None, typer.Option(help="What the optimizer sees.")]
 MicroBatchSize = Annotated[str | None, typer.Option(help="What is in memory at one time.")]
 Seed = Annotated[int | None, typer.Option(help="For weights, data and dropout.")]

@@ -64,15 +64,19 @@ def make_engine(task: Task, config: Config, ranks: Ranks = ALONE) -> Engine:
                 from .tensorflow_engine import TensorFlowEngine
 
                 return TensorFlowEngine(task, config)
+            case "jax":
+                from .jax_engine import JaxEngine
+
+                return JaxEngine(task, config)
             case _:
                 from .keras_engine import KerasEngine
 
                 return KerasEngine(task, config)
     except ModuleNotFoundError as error:
-        if error.name != task.framework:
+        if error.name not in (task.framework, "optax"):
             raise
         raise MissingExtraError(
-            f'{task.name} needs {task.framework}: pip install "bigbatch[{task.framework}]"'
+            f'{task.name} needs {error.name}: pip install "bigbatch[{task.framework}]"'
         ) from error
 
 

@@ -15,7 +15,9 @@ from typing import Any
 from ..core.errors import BigBatchError, MissingExtraError
 from .errors import TaskError, TaskRaisedError
 
-FRAMEWORKS = ("torch", "tensorflow", "keras")
+FRAMEWORKS = ("torch", "tensorflow", "keras", "jax")
+OF_JAX = ("flax", "optax", "equinox")
+"""Who imports one of these trains with JAX."""
 BUILT_IN = ("digits", "digits-batchnorm", "text")
 MINIMAL = """
     import torch
@@ -40,7 +42,7 @@ class Task:
     source: str
     """What it was loaded by: the name of a built-in task, or a path."""
     framework: str
-    model: Callable[[], Any]
+    model: Callable[..., Any]
     batches: Callable[..., Iterable[Any]]
     loss: Any
     optimizer: Callable[..., Any] | None = None
@@ -102,7 +104,7 @@ def load_task(name: str, framework: str | None) -> Task:
         try:
             return checked(importlib.import_module(module), name, name, framework)
         except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] not in FRAMEWORKS:
+            if (error.name or "").split(".")[0] not in (*FRAMEWORKS, "optax"):
                 raise
             raise MissingExtraError(
                 f'{name} for {framework} needs {error.name}: pip install "bigbatch[{framework}]"'
@@ -135,13 +137,11 @@ def framework_of(path: Path) -> str:
             names.add(node.module.split(".")[0])
             if node.module == "bigbatch" or node.module.startswith("bigbatch."):
                 names |= {*node.module.split(".")[1:2], *(alias.name for alias in node.names)}
-    for name in FRAMEWORKS:  # Keras comes along with TensorFlow, and is one by itself only if it is alone
+    if not names.isdisjoint(OF_JAX):
+        names.add("jax")
+    for name in FRAMEWORKS:  # Keras comes along with TensorFlow, JAX with Keras: each is meant only if it is alone
         if name in names:
             return name
-    if "jax" in names:
-        raise TaskError(
-            f"{path} imports jax, for which the command line has no tasks yet: use torch, tensorflow or keras"
-        )
     raise TaskError(
         f"{path} imports none of {', '.join(FRAMEWORKS)}, so nobody can tell what it trains with: a task looks like\n"
         f"{MINIMAL}"
