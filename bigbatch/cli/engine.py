@@ -75,9 +75,7 @@ def make_engine(task: Task, config: Config, ranks: Ranks = ALONE) -> Engine:
     except ModuleNotFoundError as error:
         if error.name not in (task.framework, "optax"):
             raise
-        raise MissingExtraError(
-            f'{task.name} needs {error.name}: pip install "bigbatch[{task.framework}]"'
-        ) from error
+        raise MissingExtraError(f'{task.name} needs {error.name}: pip install "bigbatch[{task.framework}]"') from error
 
 
 def scores_of(task: Task, model: Any) -> dict[str, float]:

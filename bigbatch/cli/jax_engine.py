@@ -34,7 +34,8 @@ class JaxEngine:
     def __init__(self, task: Task, config: Config) -> None:
         if config.precision == "fp16":
             raise OptionError(
-                f"--precision fp16 needs a scaled loss, which {task.name} as a task of jax has not: pass --precision bf16"
+                f"--precision fp16 needs a scaled loss, which {task.name}, a task of jax, does not have: "
+                "pass --precision bf16"
             )
         self.task, self.config = task, config
         self._device = device_of(config.device)
@@ -64,7 +65,7 @@ class JaxEngine:
         """What one step makes of the parameters and the optimizer's state; both stay if it cannot be applied."""
         (_, batch), _ = form.bind((None,), arrays)
         (value, found), gradient = self._value_and_grad(parameters, batch, *self._keys(number))
-        found |= {"grad_norm": optax.tree.norm(gradient)}
+        found["grad_norm"] = optax.tree.norm(gradient)
         is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient)]).all()
         has_weight = jnp.stack([weight != 0 for weight in found["weights"]]).any()
         found["is_applied"] = is_finite & has_weight & (found["num_wrong"] == 0)
@@ -92,7 +93,8 @@ class JaxEngine:
         }
 
     def _loss(self, parameters: Any, batch: Any, *keys: Any) -> Any:
-        return self.task.loss(combined(parameters, self._rest), batch, **dict.fromkeys(["key"][: len(keys)], *keys))
+        by_name = {"key": key for key in keys}
+        return self.task.loss(combined(parameters, self._rest), batch, **by_name)
 
     def _keys(self, number: Any) -> list[Any]:
         """The random key of a step, for a loss that takes one."""
@@ -110,8 +112,8 @@ class JaxEngine:
         optimizer = call_with(self.task.optimizer, {"params": parameters, "lr": lr})
         if not isinstance(optimizer, optax.GradientTransformation):
             raise TaskError(
-                f"optimizer() of {self.task.name} returned a {type(optimizer).__name__}: return an optax optimizer, such "
-                "as optax.adam(lr)"
+                f"optimizer() of {self.task.name} returned a {type(optimizer).__name__}: return an optax optimizer, "
+                "such as optax.adam(lr)"
             )
         return optimizer
 
@@ -130,10 +132,11 @@ class JaxEngine:
         def told() -> dict[str, Any]:
             fetched: dict[str, Any] = jax.device_get(found)
             check_weights(self.task, fetched)
+            fetched["terms"] = [s / w if w else 0.0 for s, w in zip(fetched["sums"], fetched["weights"], strict=True)]
             return fetched
 
         return Step(
-            terms=lambda: tuple(float(s / w) if w else 0.0 for s, w in zip(told()["sums"], told()["weights"], strict=True)),
+            terms=lambda: tuple(map(float, told()["terms"])),
             weight=lambda: from_terms(tuple(as_plain(weight.item()) for weight in told()["weights"])),
             grad_norm=lambda: float(told()["grad_norm"]),
             num_micro_batches=len(cuts(num_rows(arrays), size)),
@@ -177,9 +180,9 @@ class JaxEngine:
             self.parameters, self.state, self.num_steps = read_state(folder, self.parameters, self.state)
 
     def verify(self, batch: Any) -> Verification:
-        size, options = self.config.micro_batch_size, {"weight": self.task.weight, "args": self._keys(0)}
+        size, weight = self.config.micro_batch_size, self.task.weight
         with self._at_work():
-            return verify(self.parameters, batch, self._loss, size, **options)
+            return verify(self.parameters, batch, self._loss, size, weight=weight, args=self._keys(0))
 
 
 def device_of(name: str | None) -> Any:
@@ -190,7 +193,7 @@ def device_of(name: str | None) -> Any:
     try:
         return jax.devices(platform)[int(number or 0)]
     except (RuntimeError, ValueError, IndexError) as error:
-        seen = ", ".join(sorted({"cpu"} | {f"{device.platform}:{device.id}" for device in jax.devices()} - {"cpu:0"}))
+        seen = ", ".join(sorted({"cpu", *(device.platform for device in jax.devices())}))
         raise OptionError(f"--device {name} cannot be used here: JAX sees {seen}") from error
 
 

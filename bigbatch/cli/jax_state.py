@@ -11,6 +11,7 @@ from safetensors.numpy import save
 
 from ..core.errors import StateError
 from ..jax.arguments import is_typed_key
+from ..jax.trial import name_of
 
 STATE_FILE, NUM_STEPS = "state.safetensors", "num_steps"
 
@@ -25,7 +26,7 @@ def read_state(folder: Path, parameters: Any, state: Any) -> tuple[Any, Any, int
     path = folder / STATE_FILE
     try:
         with safe_open(path, "numpy") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: it is no dict
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             num_steps = int(file.metadata()[NUM_STEPS])
     except (SafetensorError, TypeError) as error:
         raise StateError(f"{path} is no state of a run: {error}") from error
@@ -37,8 +38,8 @@ def read_state(folder: Path, parameters: Any, state: Any) -> tuple[Any, Any, int
         ours, theirs = as_array(leaf), found[name]
         if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
             raise StateError(
-                f"{name} is {theirs.dtype}{list(theirs.shape)} in the saved state but {ours.dtype}{list(ours.shape)} in "
-                "the task: go on with the task as it was, or start anew without --resume"
+                f"{name} is {theirs.dtype}{list(theirs.shape)} in the saved state but {ours.dtype}{list(ours.shape)} "
+                "in the task: go on with the task as it was, or start anew without --resume"
             )
     leaves = [as_leaf(found[name], leaf) for name, leaf in wanted.items()]
     return *jax.tree.unflatten(jax.tree.structure((parameters, state)), leaves), num_steps
@@ -62,7 +63,7 @@ def by_path(tree: Any) -> dict[str, Any]:
 def named(tree: Any) -> dict[str, Any]:
     """The leaves by short names such as dense.kernel; in full where short ones would be the same."""
     paths = jax.tree.leaves_with_path(tree)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+    names = [name_of(path) for path, _ in paths]
     if len(set(names)) < len(names):
         return by_path(tree)
     return {name: leaf for name, (_, leaf) in zip(names, paths, strict=True)}

@@ -78,6 +78,8 @@ class Training:
             for name in PLACE:
                 setattr(self, name, place[name])
             self.engine.load(state)
+        except StateError:
+            raise  # says more than we could
         except (OSError, ValueError, KeyError) as error:
             raise StateError(
                 f"{self.folder.path} has no state to go on from: start it anew without --resume"

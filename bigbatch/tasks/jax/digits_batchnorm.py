@@ -31,7 +31,8 @@ def model(seed: int = 0) -> Params:
 
 def logits(params: Params, x: Any, known: Statistics | None = None) -> tuple[jax.Array, Statistics]:
     """Normalised by the statistics that are known, else by those of `x`, which it returns."""
-    hidden, found = x[..., None], []
+    found: Statistics = []
+    hidden = x[..., None]
     for name, stride, padding in (("conv1", 1, "SAME"), ("conv2", 1, "SAME"), ("conv3", 2, "VALID")):
         layer = params[name]
         hidden = convolve(hidden, layer["kernel"], stride, padding)

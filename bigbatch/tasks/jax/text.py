@@ -60,10 +60,12 @@ def logits(params: Params, x: Any) -> jax.Array:
 
 
 def attend(hidden: jax.Array, layer: Params) -> jax.Array:
-    """To the bytes before, and to itself."""
-    heads = (hidden @ layer["attention"]).reshape(*hidden.shape[:2], 3, NUM_HEADS, -1)
-    found = nn.dot_product_attention(heads[:, :, 0], heads[:, :, 1], heads[:, :, 2], is_causal=True)
-    return found.reshape(hidden.shape) @ layer["project"]
+    """To the bytes before, and to itself; JAX's own attention is in float32, even where all else is in float64."""
+    heads = (hidden @ layer["attention"]).reshape(*hidden.shape[:2], 3, NUM_HEADS, SIZE // NUM_HEADS)
+    query, key, value = jnp.moveaxis(heads, 2, 0)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / (SIZE // NUM_HEADS) ** 0.5
+    shares = nn.softmax(scores, where=jnp.tri(hidden.shape[1], dtype=bool))
+    return jnp.einsum("bhqk,bkhd->bqhd", shares, value).reshape(hidden.shape) @ layer["project"]
 
 
 def loss(params: Params, batch: Batch) -> jax.Array:
