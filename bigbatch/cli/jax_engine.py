@@ -93,7 +93,7 @@ class JaxEngine:
         }
 
     def _loss(self, parameters: Any, batch: Any, *keys: Any) -> Any:
-        by_name = {"key": key for key in keys}
+        by_name = {"key": keys[0]} if keys else {}
         return self.task.loss(combined(parameters, self._rest), batch, **by_name)
 
     def _keys(self, number: Any) -> list[Any]:
@@ -173,11 +173,15 @@ class JaxEngine:
         return max(self._peaks.values(), default=None)
 
     def save(self, folder: Path) -> None:
-        write_state(folder, self.parameters, self.state, self.num_steps)
+        write_state(folder, self._all(), self.num_steps)
 
     def load(self, folder: Path) -> None:
         with jax.default_device(self._device):
-            self.parameters, self.state, self.num_steps = read_state(folder, self.parameters, self.state)
+            found, self.num_steps = read_state(folder, like=self._all())
+        self.parameters, self.state = found["parameters"], found["optimizer"]
+
+    def _all(self) -> dict[str, Any]:
+        return {"parameters": self.parameters, "optimizer": self.state}
 
     def verify(self, batch: Any) -> Verification:
         size, weight = self.config.micro_batch_size, self.task.weight

@@ -16,13 +16,13 @@ from ..jax.trial import name_of
 STATE_FILE, NUM_STEPS = "state.safetensors", "num_steps"
 
 
-def write_state(folder: Path, parameters: Any, state: Any, num_steps: int) -> None:
-    arrays = {name: as_array(leaf) for name, leaf in by_path((parameters, state)).items()}
+def write_state(folder: Path, tree: Any, num_steps: int) -> None:
+    arrays = {name: as_array(leaf) for name, leaf in by_path(tree).items()}
     (folder / STATE_FILE).write_bytes(save(arrays, metadata={NUM_STEPS: str(num_steps)}))
 
 
-def read_state(folder: Path, parameters: Any, state: Any) -> tuple[Any, Any, int]:
-    """What was written, if it fits the parameters and the state that are there."""
+def read_state(folder: Path, like: Any) -> tuple[Any, int]:
+    """The tree that was written, if it is like this one; and the number of steps."""
     path = folder / STATE_FILE
     try:
         with safe_open(path, "numpy") as file:
@@ -30,7 +30,7 @@ def read_state(folder: Path, parameters: Any, state: Any) -> tuple[Any, Any, int
             num_steps = int(file.metadata()[NUM_STEPS])
     except (SafetensorError, TypeError) as error:
         raise StateError(f"{path} is no state of a run: {error}") from error
-    wanted = by_path((parameters, state))
+    wanted = by_path(like)
     if other := sorted(found.keys() ^ wanted.keys()):
         where = "the saved state" if other[0] in found else "the task"
         raise StateError(f"only {where} has {other[0]}: go on with the task as it was, or start anew without --resume")
@@ -42,7 +42,7 @@ def read_state(folder: Path, parameters: Any, state: Any) -> tuple[Any, Any, int
                 "in the task: go on with the task as it was, or start anew without --resume"
             )
     leaves = [as_leaf(found[name], leaf) for name, leaf in wanted.items()]
-    return *jax.tree.unflatten(jax.tree.structure((parameters, state)), leaves), num_steps
+    return jax.tree.unflatten(jax.tree.structure(like), leaves), num_steps
 
 
 def as_array(leaf: Any) -> np.ndarray:

@@ -1,0 +1,111 @@
+import jax
+import numpy as np
+import optax
+import pytest
+
+from bigbatch.jax import value_and_grad
+from bigbatch.tasks import data
+from bigbatch.tasks.jax import digits, digits_batchnorm, text
+
+from .checks import DATASETS, assert_batches, assert_does_not_look_ahead, assert_untrained_scores, gap, ragged
+
+TASKS = {"digits": digits, "digits_batchnorm": digits_batchnorm, "text": text}
+
+
+def model_of(task):
+    return task.model(seed=0)
+
+
+def gradients(task, **options):
+    """The gradient of one ragged batch: the full batch's, or accumulated."""
+    make = value_and_grad if options else jax.value_and_grad
+    _, found = jax.jit(make(task.loss, **options))(model_of(task), ragged(task))
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
+
+
+@pytest.mark.parametrize("task", [digits, text])
+@pytest.mark.parametrize("micro_batch_size", [1, 8, 16])
+def test_accumulation_is_exact(task, micro_batch_size):
+    ours = gradients(task, micro_batch_size=micro_batch_size, weight=getattr(task, "weight", None))
+    assert gap(ours, gradients(task)) < 1e-5
+
+
+def test_a_mean_of_means_is_not():
+    ours = gradients(text, micro_batch_size=8, weight=lambda micro_batch: 1)
+    assert gap(ours, gradients(text)) > 0.01
+
+
+def test_batch_norm_is_not_exact():
+    ours = gradients(digits_batchnorm, micro_batch_size=8)
+    assert gap(ours, gradients(digits_batchnorm)) > 0.01
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_batches(name):
+    assert_batches(TASKS[name], DATASETS[name]())
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_seed_gives_its_own_weights(name):
+    one, same, other = (jax.tree.leaves(TASKS[name].model(seed)) for seed in (1, 1, 2))
+    assert all(np.array_equal(a, b) for a, b in zip(one, same, strict=True))
+    assert gap([*map(np.asarray, one)], [*map(np.asarray, other)]) > 0.1
+
+
+def test_weight_is_the_bytes_that_are_predicted():
+    x, y = ragged(text)
+    assert int(text.weight((x, y))) == int((y != data.IGNORED).sum()) < y.size
+
+
+def test_text_does_not_see_what_it_predicts():
+    x, _ = ragged(text)
+    params = model_of(text)
+    assert_does_not_look_ahead(lambda x: np.asarray(text.logits(params, x)), x)
+
+
+def test_a_score_with_batch_norm_does_not_depend_on_what_is_scored_with_it():
+    params = model_of(digits_batchnorm)
+    x, _ = ragged(digits_batchnorm)
+    _, known = digits_batchnorm.logits(params, data.digits().train.x)
+    alone, together = (digits_batchnorm.logits(params, part, known)[0][:3] for part in (x[:3], x))
+    assert np.allclose(alone, together, atol=1e-4)
+    alone, together = (digits_batchnorm.logits(params, part)[0][:3] for part in (x[:3], x))
+    assert not np.allclose(alone, together, atol=1e-2)
+
+
+def test_untrained_scores():
+    assert_untrained_scores(TASKS, model_of, most_bits=9.0)
+
+
+# --- quality: the defaults train what they are said to --------------------------------------------------
+
+
+def train(task, seed, epochs=None):
+    """With the full batch, which is the same training where the task is exact, and faster."""
+    options = task.defaults
+    optimizer = optax.adamw(options["lr"], eps=1e-5, weight_decay=0.01)
+    params = task.model(seed)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state, batch):
+        updates, state = optimizer.update(jax.grad(task.loss)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for epoch in range(epochs or options["epochs"]):
+        for batch in task.batches(options["batch_size"], epoch, seed):
+            params, state = step(params, state, batch)
+    return task.evaluate(params)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_digits_are_learnt(seed):
+    assert train(digits, seed)["accuracy"] >= 0.97
+
+
+def test_digits_are_learnt_with_batch_norm():
+    assert train(digits_batchnorm, 0)["accuracy"] >= 0.97
+
+
+def test_text_is_learnt():
+    assert train(text, 0, epochs=1)["bits_per_byte"] < 4.5
