@@ -53,7 +53,7 @@ def test_verify_says_why_not(tmp_path: Path) -> None:
     assert found["max_error"] == max(found["errors"].values()) > 1e-3
 
 
-@pytest.mark.parametrize(("framework", "name"), [("torch", "text"), ("tensorflow", "digits"), ("keras", "text")])
+@pytest.mark.parametrize(("framework", "name"), [("torch", "text"), ("tensorflow", "digits"), ("keras", "text"), ("jax", "text")])
 def test_built_in_tasks(framework: str, name: str, tmp_path: Path) -> None:
     """Equal weights after a few steps of accumulated and full batch."""
     summary = train(name, tmp_path / name, "--framework", framework, "--steps", 3)
@@ -64,7 +64,7 @@ def test_built_in_tasks(framework: str, name: str, tmp_path: Path) -> None:
     assert [step["is_applied"] for step in history_of(tmp_path / name)] == [True] * 3
 
 
-@pytest.mark.parametrize("framework", ["tensorflow", "keras"])
+@pytest.mark.parametrize("framework", ["tensorflow", "keras", "jax"])
 def test_resuming_gives_the_history_of_an_undisturbed_run(framework: str, tmp_path: Path) -> None:
     """Six batches are an epoch of digits: stopped in the first, gone on into the second. For torch: test_train.py."""
     options = ["--framework", framework, "--no-compare"]
@@ -76,7 +76,7 @@ def test_resuming_gives_the_history_of_an_undisturbed_run(framework: str, tmp_pa
     assert history_of(tmp_path / "parts") == history_of(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras"])
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras", "jax"])
 def test_batch_norm_is_named(framework: str) -> None:
     done = run("verify", "digits-batchnorm", "--framework", framework, "--json")
     assert done.returncode == 1, done.stderr

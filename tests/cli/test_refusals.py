@@ -24,8 +24,7 @@ BAD_TASKS = {
         "loss of task is a int and no function",
         "def loss(",
     ),
-    "no framework": ("def model(): ...\n", "imports none of torch, tensorflow, keras", "import torch"),
-    "jax": ("import jax\n", "imports jax, for which the command line has no tasks yet"),
+    "no framework": ("def model(): ...\n", "imports none of torch, tensorflow, keras, jax", "import torch"),
     "a model that is none": (
         "import torch\ndef model(): return 'me'\ndef batches(): return [torch.ones(4)]\ndef loss(m, b): ...\n",
         "model() of task returned a str: return a torch Module",
@@ -65,7 +64,7 @@ def test_tasks_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "task.txt").write_text("")
     assert_refused(run("train", tmp_path / "task.txt"), "is no Python file")
     assert_refused(run("train", write_task(tmp_path), "--framework", "keras"), "imports torch but --framework is keras")
-    assert_refused(run("train", "digits", "--framework", "jax"), "there is no digits for jax")
+    assert_refused(run("train", "digits", "--framework", "caffe"), "there is no digits for caffe")
 
 
 OWN = {

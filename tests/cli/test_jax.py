@@ -1,0 +1,359 @@
+"""Tasks of JAX: what is theirs alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from bigbatch.cli.task import framework_of
+
+from .command import history_of, run, train
+from .test_refusals import assert_refused
+
+TINY = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+def model(seed):
+    one, two = jax.random.split(jax.random.key(seed))
+    return {
+        "dense1": {"kernel": jax.random.normal(one, (6, 12)) / 3, "bias": jnp.zeros(12)},
+        "dense2": {"kernel": jax.random.normal(two, (12, 3)) / 3, "bias": jnp.zeros(3)},
+    }
+
+def batches(batch_size, epoch, seed):
+    x = np.random.default_rng((seed, epoch)).normal(size=(53, 6)).astype(np.float32)
+    return [(x[k : k + batch_size], x[k : k + batch_size, :3].argmax(1)) for k in range(0, 53, batch_size)]
+
+def logits(params, x, kept=1.0):
+    hidden = jnp.tanh(x @ params["dense1"]["kernel"] + params["dense1"]["bias"]) * kept
+    return hidden @ params["dense2"]["kernel"] + params["dense2"]["bias"]
+
+def loss(params, batch):
+    x, y = batch
+    return optax.softmax_cross_entropy_with_integer_labels(logits(params, x), y).mean()
+
+def evaluate(params):
+    x = np.random.default_rng(0).normal(size=(100, 6)).astype(np.float32)
+    return {"accuracy": (logits(params, x).argmax(1) == x[:, :3].argmax(1)).mean()}
+
+defaults = {"batch_size": 16, "micro_batch_size": 3, "epochs": 3, "lr": 0.05}
+"""
+DROPOUT = """
+def loss(params, batch, key):
+    x, y = batch
+    kept = jax.random.bernoulli(key, 0.7, (len(x), 12)) / 0.7
+    return optax.softmax_cross_entropy_with_integer_labels(logits(params, x, kept), y).mean()
+
+def optimizer(params, lr):
+    return optax.chain(optax.add_noise(0.01, 0.55, 0), optax.adam(lr))
+"""
+
+
+def write(folder: Path, code: str = "", start: str = TINY) -> Path:
+    path = folder / "tiny.py"
+    path.write_text(start + code, encoding="utf-8")
+    return path
+
+
+def weights_of(folder: Path) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = load_file(folder / "model.safetensors")
+    return found
+
+
+def assert_same_weights(ours: Path, theirs: Path) -> None:
+    one, other = weights_of(ours), weights_of(theirs)
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(one[name], other[name]) for name in other)
+
+
+def test_a_file_is_trained_as_with_the_full_batch(tmp_path: Path) -> None:
+    summary = train(write(tmp_path), tmp_path / "run")
+    assert summary["framework"] == "jax"
+    assert summary["device"] == "cpu"
+    assert summary["scores"]["accuracy"] > 0.8
+    assert summary["comparison"]["max_weight_difference"] < 1e-4
+    assert summary["verification"]["is_exact"]
+    assert summary["peak_bytes"] < summary["full_batch"]["peak_bytes"]
+    assert [step["num_micro_batches"] for step in history_of(tmp_path / "run")][:4] == [6, 6, 6, 2]
+    assert {name: array.shape for name, array in weights_of(tmp_path / "run").items()} == {
+        "dense1.kernel": (6, 12), "dense1.bias": (12,), "dense2.kernel": (12, 3), "dense2.bias": (3,),
+    }  # fmt: skip
+
+
+def test_a_wrong_weight_shows(tmp_path: Path) -> None:
+    """The negative control: every micro-batch counts the same, whatever its size."""
+    summary = train(write(tmp_path, "\ndef weight(micro_batch):\n    return 1\n"), tmp_path / "run")
+    assert summary["comparison"]["max_weight_difference"] > 1e-3
+    assert not summary["verification"]["is_exact"]
+    assert [step["weight"] for step in history_of(tmp_path / "run")][:4] == [6, 6, 6, 2]
+
+
+def test_several_terms_have_weights_of_their_own(tmp_path: Path) -> None:
+    code = """
+entropy = loss
+def loss(params, batch):
+    return entropy(params, batch), (logits(params, batch[0]) ** 2).mean(1).mean(where=batch[0][:, 0] > 0)
+
+def weight(batch):
+    return len(batch[0]), (batch[0][:, 0] > 0).sum()
+"""
+    summary = train(write(tmp_path, code), tmp_path / "run", "--steps", 4)
+    assert summary["comparison"]["max_weight_difference"] < 1e-4
+    assert summary["comparison"]["max_loss_difference"] < 1e-5
+    for step in history_of(tmp_path / "run"):
+        assert step["weight"][0] == step["num_samples"] > step["weight"][1] > 0
+        assert step["loss"] == pytest.approx(sum(step["terms"]))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_resuming_repeats_every_random_number(precision: str, tmp_path: Path) -> None:
+    """Keys of the loss and of the optimizer; stopped in the middle of the second epoch of four steps each."""
+    task, options = write(tmp_path, DROPOUT), ["--no-compare", "--precision", precision]
+    train(task, tmp_path / "whole", *options, "--steps", 9)
+    train(task, tmp_path / "parts", *options, "--steps", 6)
+    done = run("train", task, "--resume", tmp_path / "parts", "--steps", 9)
+    assert done.returncode == 0, done.stderr
+    assert history_of(tmp_path / "parts") == history_of(tmp_path / "whole")
+    assert_same_weights(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_bf16_computes_in_bf16_and_keeps_float32(tmp_path: Path) -> None:
+    task = write(tmp_path)
+    for precision in ("float32", "bf16"):
+        train(task, tmp_path / precision, "--no-compare", "--precision", precision)
+    full, half = ([step["loss"] for step in history_of(tmp_path / name)] for name in ("float32", "bf16"))
+    assert full != half
+    assert half == pytest.approx(full, rel=0.05)
+    weights = weights_of(tmp_path / "bf16")["dense1.kernel"]
+    assert weights.dtype == np.float32
+    assert (weights.view(np.uint32) & 0xFFFF).any()  # bits that bf16 does not have
+
+
+SKIPPED = """
+whole = batches
+def batches(batch_size, epoch, seed):
+    first, (x, y), third, last = whole(batch_size, epoch, seed)
+    yield first
+    {between}
+    yield third
+
+def loss(params, batch):
+    x, y = batch
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits(params, x), jnp.maximum(y, 0))
+    return losses.mean(where=y >= 0)
+
+def weight(batch):
+    return (batch[1] >= 0).sum()
+"""
+
+
+def test_what_cannot_be_applied_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    """A batch that is not finite in one sample, and one that counts nothing."""
+    bad = "x[11, 2] = np.nan; yield x, y; yield x, y * 0 - 1"
+    train(write(tmp_path, SKIPPED.format(between=bad)), tmp_path / "run", "--no-compare", "--epochs", 1)
+    train(write(tmp_path, SKIPPED.format(between="")), tmp_path / "without", "--no-compare", "--epochs", 1)
+    history = history_of(tmp_path / "run")
+    assert [step["is_applied"] for step in history] == [True, False, False, True]
+    assert [step["weight"] for step in history] == [16, 16, 0, 16]
+    assert [step["loss"] for step in history[1:3]] == ["nan", "nan"]
+    assert_same_weights(tmp_path / "run", tmp_path / "without")
+
+
+TRACES = """
+from pathlib import Path
+quiet = loss
+def loss(params, batch):
+    with Path(__file__).with_name("traces").open("a") as file:
+        file.write("trace\\n")
+    return quiet(params, batch)
+
+def optimizer(params, lr):
+    return optax.sgd(lr)
+"""
+
+
+def test_the_rate_changes_without_a_new_compilation(tmp_path: Path) -> None:
+    task, traces = write(tmp_path, TRACES), tmp_path / "traces"
+    nums = []
+    for steps in (1, 3):
+        options = ["--no-compare", "--warmup-steps", 3, "--steps", steps]
+        train(task, tmp_path / f"run{steps}", *options)
+        nums.append(traces.read_text().count("trace"))
+        traces.unlink()
+    assert nums[0] == nums[1] > 0
+    assert [step["lr"] for step in history_of(tmp_path / "run3")] == pytest.approx([0.05 / 3, 0.1 / 3, 0.05])
+
+
+def test_rate_and_clipping_reach_the_optimizer(tmp_path: Path) -> None:
+    """A step of SGD is the rate times the gradient, whose norm is in the history, or what it is clipped to."""
+    task = write(tmp_path, "\ndef optimizer(params, lr):\n    return optax.sgd(lr)\n")
+    flags: dict[str, list[Any]] = {"still": [1e-30], "free": [0.5], "clipped": [0.5, "--clip-norm", 1e-2]}
+    for name, (lr, *others) in flags.items():
+        train(task, tmp_path / name, "--no-compare", "--steps", 1, "--lr", lr, *others)
+    start, free, clipped = (weights_of(tmp_path / name) for name in flags)
+
+    def moved(weights: dict[str, np.ndarray]) -> float:
+        return float(np.sqrt(sum(((weights[name] - start[name]) ** 2).sum() for name in start)))
+
+    assert moved(free) == pytest.approx(0.5 * history_of(tmp_path / "free")[0]["grad_norm"], rel=1e-4)
+    assert moved(clipped) == pytest.approx(0.5 * 1e-2, rel=1e-3)
+
+
+START = """
+import numpy as np
+
+def batches(batch_size, epoch, seed):
+    x = np.random.default_rng((seed, epoch)).normal(size=(53, 6)).astype(np.float32)
+    return [{"x": x[k : k + batch_size], "name": "some text", "power": 2} for k in range(0, 53, batch_size)]
+
+def squares(found, batch):
+    return (abs(found[:, 0] - batch["x"].sum(1)) ** batch["power"]).mean()
+
+defaults = {"batch_size": 16, "micro_batch_size": 3}
+"""
+LIBRARIES = {
+    "flax.linen": """
+import jax
+from flax import linen
+
+net = linen.Dense(1)
+
+def model(seed):
+    return net.init(jax.random.key(seed), np.ones((1, 6)))
+
+def loss(variables, batch):
+    return squares(net.apply(variables, batch["x"]), batch)
+""",
+    "flax.nnx": """
+from flax import nnx
+
+def model(seed):
+    rngs = nnx.Rngs(seed)
+    return nnx.Sequential(nnx.Linear(6, 8, rngs=rngs), nnx.tanh, nnx.Linear(8, 1, rngs=rngs))
+
+def loss(net, batch):
+    return squares(net(batch["x"]), batch)
+""",
+    "equinox": """
+import jax
+import equinox
+
+def model(seed):
+    return equinox.nn.MLP(6, 1, 8, 1, key=jax.random.key(seed))
+
+def loss(net, batch):
+    return squares(jax.vmap(net)(batch["x"]), batch)
+
+def evaluate(net):
+    return {"of one": net(np.ones(6))[0]}
+""",
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_models_of_libraries(library: str, tmp_path: Path) -> None:
+    summary = train(write(tmp_path, LIBRARIES[library], start=START), tmp_path / "run", "--steps", 4)
+    assert summary["comparison"]["max_weight_difference"] < 1e-4
+    assert summary["verification"]["is_exact"]
+    first, *_, last = (step["loss"] for step in history_of(tmp_path / "run"))
+    assert first != last
+
+
+def test_verify_says_that_keys_are_drawn(tmp_path: Path) -> None:
+    done = run("verify", write(tmp_path, DROPOUT), "--json")
+    assert done.returncode == 0, done.stderr
+    assert any("random numbers" in cause for cause in json.loads(done.stdout)["causes"])
+
+
+REFUSED: dict[str, tuple[str, list[Any], str]] = {
+    "fp16": ("", ["--precision", "fp16"], "pass --precision bf16"),
+    "a device that is not there": ("", ["--device", "gpu:7"], "--device gpu:7 cannot be used here: JAX sees cpu"),
+    "a negative weight": (
+        "\ndef weight(batch):\n    return -len(batch[0])\n",
+        [],
+        "the weight of a micro-batch is -3",
+    ),
+    "a weight that turns out negative": (
+        "\ndef weight(batch):\n    return jnp.asarray([4.0, -1.0])[(batch[1] > 0).all().astype(int)]\n",
+        [],
+        "weight() of tiny returned a number that is negative or not finite",
+    ),
+    "a weight too many": (
+        "\ndef weight(batch):\n    return 1, 2\n",
+        [],
+        "the loss has 1 term but the weight has 2",
+    ),
+    "an optimizer without a rate": (
+        "\ndef optimizer(params):\n    return optax.sgd(0.1)\n",
+        [],
+        "optimizer() of tiny takes no lr",
+    ),
+    "an optimizer that is none": (
+        "\ndef optimizer(params, lr):\n    return lr\n",
+        [],
+        "optimizer() of tiny returned a float: return an optax optimizer",
+    ),
+    "a model that is none": (
+        "\ndef model():\n    return 'me'\n",
+        [],
+        "model() of tiny returned a str without a floating-point array",
+    ),
+    "arrays of two lengths": (
+        "\ndef batches():\n    return [(np.ones((5, 6)), np.ones(4, int))]\n",
+        [],
+        "has 5 samples but",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str, tmp_path: Path) -> None:
+    code, flags, text = REFUSED[name]
+    done = run("train", write(tmp_path, code), "--out", tmp_path / "run", "--no-compare", *flags)
+    assert_refused(done, text)
+    assert not (tmp_path / "run" / "history.jsonl").exists()
+
+
+def test_what_a_task_raises_is_shown_as_its_own(tmp_path: Path) -> None:
+    task = write(tmp_path, "\ndef loss(params, batch):\n    return unknown_name\n")
+    done = run("train", task, "--out", tmp_path / "run", "--no-compare")
+    assert done.returncode == 3, done.stderr
+    assert "unknown_name" in done.stderr
+    assert "tiny.py" in done.stderr
+    assert "bigbatch/cli" not in done.stderr
+    assert "bigbatch/jax" not in done.stderr
+
+
+def test_resuming_with_another_task_is_refused(tmp_path: Path) -> None:
+    train(write(tmp_path), tmp_path / "run", "--no-compare", "--steps", 2)
+    wider = TINY.replace("12", "13")
+    resume = ["--resume", tmp_path / "run", "--steps", 3]
+    assert_refused(run("train", write(tmp_path, start=wider), *resume), "float32[12]", "float32[13]", "in the task")
+    sgd = "\ndef optimizer(params, lr):\n    return optax.sgd(lr)\n"
+    assert_refused(run("train", write(tmp_path, sgd), *resume), "only the saved state has")
+    (tmp_path / "run" / "state" / "state.safetensors").write_bytes(b"nothing of ours")
+    assert_refused(run("train", write(tmp_path), *resume), "is no state of a run")
+    assert len(history_of(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "framework"),
+    [
+        ("import jax.numpy as jnp", "jax"),
+        ("import optax", "jax"),
+        ("from flax import nnx", "jax"),
+        ("import equinox as eqx", "jax"),
+        ("from bigbatch.jax import pad", "jax"),
+        ("import jax\nimport keras", "keras"),
+        ("import jax\nimport torch", "torch"),
+        ("import tensorflow as tf\nfrom jax import tree", "tensorflow"),
+    ],
+)
+def test_the_framework_is_read_off_the_imports(code: str, framework: str, tmp_path: Path) -> None:
+    assert framework_of(write(tmp_path, code, start="")) == framework
