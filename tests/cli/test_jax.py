@@ -111,10 +111,9 @@ def weight(batch):
         assert step["loss"] == pytest.approx(sum(step["terms"]))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_resuming_repeats_every_random_number(precision: str, tmp_path: Path) -> None:
+def test_resuming_repeats_every_random_number(tmp_path: Path) -> None:
     """Keys of the loss and of the optimizer; stopped in the middle of the second epoch of four steps each."""
-    task, options = write(tmp_path, DROPOUT), ["--no-compare", "--precision", precision]
+    task, options = write(tmp_path, DROPOUT), ["--no-compare", "--precision", "bf16"]
     train(task, tmp_path / "whole", *options, "--steps", 9)
     train(task, tmp_path / "parts", *options, "--steps", 6)
     done = run("train", task, "--resume", tmp_path / "parts", "--steps", 9)

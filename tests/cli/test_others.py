@@ -1,6 +1,7 @@
 """`bigbatch verify`, `doctor`, `--version`, and the built-in tasks of every framework."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,9 @@ def test_verify_says_why_not(tmp_path: Path) -> None:
     assert found["max_error"] == max(found["errors"].values()) > 1e-3
 
 
-@pytest.mark.parametrize(("framework", "name"), [("torch", "text"), ("tensorflow", "digits"), ("keras", "text"), ("jax", "text")])
+@pytest.mark.parametrize(
+    ("framework", "name"), [("torch", "text"), ("tensorflow", "digits"), ("keras", "text"), ("jax", "text")]
+)
 def test_built_in_tasks(framework: str, name: str, tmp_path: Path) -> None:
     """Equal weights after a few steps of accumulated and full batch."""
     summary = train(name, tmp_path / name, "--framework", framework, "--steps", 3)
@@ -83,6 +86,16 @@ def test_batch_norm_is_named(framework: str) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["max_error"] > 1e-3
     assert any("ormali" in cause for cause in found["causes"])
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_tasks_of_the_documentation(number: int, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
+    tasks = re.findall("```python\n(.*?)```", text, re.DOTALL)
+    assert len(tasks) == 2
+    (tmp_path / "task.py").write_text(tasks[number], encoding="utf-8")
+    done = run("verify", tmp_path / "task.py")
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_command_is_installed() -> None:

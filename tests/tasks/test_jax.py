@@ -24,7 +24,7 @@ def gradients(task, **options):
 
 
 @pytest.mark.parametrize("task", [digits, text])
-@pytest.mark.parametrize("micro_batch_size", [1, 8, 16])
+@pytest.mark.parametrize("micro_batch_size", [1, 8])
 def test_accumulation_is_exact(task, micro_batch_size):
     ours = gradients(task, micro_batch_size=micro_batch_size, weight=getattr(task, "weight", None))
     assert gap(ours, gradients(task)) < 1e-5
