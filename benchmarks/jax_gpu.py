@@ -134,8 +134,21 @@ def stepping(model: GPT, step: Callable[..., Any], optimizer: Any) -> Callable[[
     return turn
 
 
+def hand_scan(model: GPT) -> Callable[..., Any]:
+    def gradient_of(params: Any, batch: Any) -> Any:
+        def body(sums: Any, micro_batch: Any) -> Any:
+            return jax.tree.map(jnp.add, sums, jax.value_and_grad(model.loss)(params, micro_batch)), None
+
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        sums, _ = jax.lax.scan(body, zeros, batch.reshape(NUM, MICRO_BATCH_SIZE, -1))
+        return jax.tree.map(lambda leaf: leaf / NUM, sums)
+
+    return gradient_of
+
+
 WAYS: dict[str, Callable[[GPT], Callable[[], Any]]] = {
     "full batch": lambda model: in_one_call(model, jax.value_and_grad(model.loss)),
+    "`lax.scan` by hand": lambda model: in_one_call(model, hand_scan(model)),
     "bigbatch, `value_and_grad`": lambda model: in_one_call(model, value_and_grad(model.loss, MICRO_BATCH_SIZE)),
     "bigbatch, `multi_steps`, fed": lambda model: fed(
         model, multi_steps(optax.adamw(1e-4), NUM), weight=MICRO_BATCH_SIZE
