@@ -12,15 +12,15 @@ from torch.nn.functional import cross_entropy
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-ELSEWHERE = ("tensorflow.md", "keras.md", "distributed.md")
+ELSEWHERE = ("tensorflow.md", "keras.md", "jax.md", "distributed.md")
 
 
 def blocks() -> Iterator[Any]:
     for page in PAGES:
         if page.name in ELSEWHERE:
-            continue  # frameworks fight in one process: tests/tensorflow, tests/keras and tests/ranks run these
+            continue  # frameworks fight in one process: the tests of each framework run these
         for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)):
-            if "bigbatch.keras" not in code:
+            if "bigbatch.keras" not in code and "bigbatch.jax" not in code:
                 yield pytest.param(code, id=f"{page.name}-{number}")
 
 
