@@ -44,6 +44,10 @@ def test_bigbatch_torch_imports_torch_alone():
     assert brought_along("import bigbatch.torch") == {"torch"}
 
 
+def test_bigbatch_jax_imports_jax_alone():
+    assert brought_along("import bigbatch.jax") == {"jax"}
+
+
 # --- public names ----------------------------------------------------------------------------------------
 
 
@@ -78,6 +82,12 @@ def test_public_names_of_torch():
     assert all(hasattr(bigbatch.torch, name) for name in bigbatch.torch.__all__)
 
 
+def test_public_names_of_jax():
+    names = ["grad", "multi_steps", "pad", "value_and_grad", "verify"]
+    done = run("import bigbatch.jax as b\nprint(b.__all__, all(hasattr(b, name) for name in b.__all__))")
+    assert done.stdout.strip() == f"{names} True", done.stderr
+
+
 # --- a framework that is not installed -------------------------------------------------------------------
 
 BLOCK = """
@@ -103,6 +113,14 @@ def test_missing_torch_is_an_import_error():
     code = "try:\n    import bigbatch.torch\nexcept ImportError as error:\n    print(type(error).__name__)"
     done = run(BLOCK.format(name="torch") + code)
     assert (done.returncode, done.stdout) == (0, "MissingExtraError\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", ["jax", "optax"])
+def test_missing_jax_names_the_extra(name):
+    done = run(BLOCK.format(name=name) + "import bigbatch.jax")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.endswith('MissingExtraError: bigbatch.jax needs JAX and Optax: pip install "bigbatch[jax]"')
 
 
 def test_without_torch_the_core_works():

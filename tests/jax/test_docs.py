@@ -1,4 +1,4 @@
-"""What docs/jax.md shows is run as it stands there."""
+"""What docs/jax.md and README.md show of JAX is run as it stands there."""
 
 import re
 from pathlib import Path
@@ -15,8 +15,13 @@ from tests.problems import samples
 
 from .training import classifier, logits_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "jax.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+ROOT = Path(__file__).parents[2]
+BLOCKS = [
+    code
+    for page in ("docs/jax.md", "README.md")
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    if page == "docs/jax.md" or "bigbatch.jax" in code
+]
 
 
 def what_the_reader_has():
