@@ -13,7 +13,6 @@ model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
 params = model.init(jax.random.key(0), x[:1])
 optimizer = multi_steps(optax.adamw(1e-2), accumulation_steps=12)
 state = optimizer.init(params)
-flush = jax.jit(optimizer.flush)
 
 
 @jax.jit
@@ -29,7 +28,7 @@ def step(params, state, x, y):
 for epoch in range(15):
     for start in range(0, len(x), 32):  # the last micro-batch has 28 samples
         params, state = step(params, state, x[start : start + 32], y[start : start + 32])
-    updates, state = flush(state, params)  # the last window has eleven micro-batches
+    updates, state = optimizer.flush(state, params)  # the last window has eleven micro-batches
     params = optax.apply_updates(params, updates)
     print(f"epoch {epoch + 1:2}: {state.step} steps, loss of the last {state.weight:.0f} samples {state.value:.6f}")
 print(f"accuracy on held-out digits: {(model.apply(params, x_test).argmax(1) == y_test).mean():.1%}")

@@ -107,17 +107,24 @@ def multi_steps(
         )
 
     def update(
+        grads: Any, state: MultiStepsState, params: Any = None, *, weight: Any = None, **extra: Any
+    ) -> tuple[Any, MultiStepsState]:
+        _check_gradients(grads, state.sums)
+        given = _weight_of(weight, reduction)
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((grads, state, params, extra)))
+        function = traced if is_traced or not _are_numbers(extra) else compiled
+        return function(grads, state, params, given, **extra)
+
+    def traced(
         grads: Any,
         state: MultiStepsState,
-        params: Any = None,
+        params: Any,
+        given: jax.Array,
         *,
-        weight: Any = None,
         value: Any = None,
         flush: Any = False,
         **extra: Any,
     ) -> tuple[Any, MultiStepsState]:
-        _check_gradients(grads, state.sums)
-        given = _weight_of(weight, reduction)
         is_good = jnp.array(True)
         if non_finite == "micro_batch":
             is_good = (given == 0) | (jnp.isfinite(given) & _is_finite(grads))
@@ -163,6 +170,7 @@ def multi_steps(
             num_dropped=state.num_dropped + ~is_good,
         )
 
+    compiled = jax.jit(traced)  # outside of jit a `lax.cond` is compiled anew at every call
     return MultiSteps(init, update)
 
 
@@ -247,6 +255,13 @@ def _check_gradients(grads: Any, sums: Any) -> None:
                 f"the gradient of {jax.tree_util.keystr(path)} has the shape {g.shape} but the parameter {s.shape}: "
                 f"{remedy}"
             )
+
+
+def _are_numbers(tree: Any) -> bool:
+    """Whether a compiled function can take all of it; not so a `value_fn`."""
+    return all(
+        isinstance(leaf, jax.Array | np.ndarray | np.generic) or is_number(leaf) for leaf in jax.tree.leaves(tree)
+    )
 
 
 def _is_finite(tree: Any) -> jax.Array:

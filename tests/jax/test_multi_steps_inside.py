@@ -61,6 +61,28 @@ def test_one_trace_serves_all_micro_batches_and_the_state_can_be_donated() -> No
     assert [leaf.dtype for leaf in jax.tree.leaves(state)] == dtypes
 
 
+def test_outside_of_jit_nothing_is_compiled_twice() -> None:
+    traces = []
+
+    def scale(updates: Any, params: Any = None) -> Any:
+        traces.append(1)
+        return updates
+
+    optimizer = multi_steps(optax.chain(optax.stateless(scale), optax.sgd(0.1)), 2)
+    params = make_params()
+    state = optimizer.init(params)
+    grads = jax.tree.map(jnp.ones_like, params)
+    for number in range(1, 6):
+        _, state = optimizer.update(grads, state, params, weight=number)
+    _, state = optimizer.flush(state, params)
+    num = len(traces)
+    for number in range(1, 6):
+        _, state = optimizer.update(grads, state, params, weight=number)
+    _, state = optimizer.flush(state, params)
+    assert len(traces) == num
+    assert int(state.step) == 6
+
+
 def test_the_inner_optimizer_runs_only_at_the_boundary() -> None:
     """Seen from the outside: how often it calls back to Python."""
     calls = []
