@@ -49,8 +49,8 @@ class JaxEngine:
             self.state = copied(self._optimizer(self.parameters, self._lr).init(self.parameters))
         options: dict[str, Any] = {"weight": task.weight, "has_aux": True, "aux": "sum"}
         self._value_and_grad = value_and_grad(self._counted_loss, config.micro_batch_size, **options)
-        self._advance = jax.jit(self._stepped, static_argnums=0, donate_argnums=(1, 2))
-        self._peaks: dict[Any, int] = {}
+        self._step = jax.jit(self._stepped, static_argnums=0, donate_argnums=(1, 2))
+        self._compiled: dict[Any, Any] = {}
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -121,10 +121,12 @@ class JaxEngine:
 
     def step(self, batch: Any) -> Step:
         form, arrays = apart(batch)
-        given = (form, self.parameters, self.state, arrays, self.num_steps, self._lr)
+        given = self.parameters, self.state, arrays, self.num_steps, self._lr
+        shapes = form, *((array.shape, array.dtype) for array in jax.tree.leaves(arrays))
         with self._at_work():
-            self._measure(given)
-            self.parameters, self.state, found = self._advance(*given)
+            if shapes not in self._compiled:
+                self._compiled[shapes] = self._step.lower(form, *given).compile()
+            self.parameters, self.state, found = self._compiled[shapes](*given)
         self.num_steps += 1
         size = self.config.micro_batch_size
 
@@ -144,15 +146,6 @@ class JaxEngine:
             is_applied=lambda: bool(told()["is_applied"]),
         )
 
-    def _measure(self, given: tuple[Any, ...]) -> None:
-        """XLA plans the memory of a step before it runs; the resident set would have that of the compiler in it."""
-        form, _, _, arrays, *_ = given
-        shapes = form, *((array.shape, array.dtype) for array in jax.tree.leaves(arrays))
-        if shapes not in self._peaks:
-            found = self._advance.lower(*given).compile().memory_analysis()
-            new = found.output_size_in_bytes - found.alias_size_in_bytes
-            self._peaks[shapes] = int(found.temp_size_in_bytes + new)
-
     def set_lr(self, lr: float) -> None:
         self._lr = lr
 
@@ -170,7 +163,10 @@ class JaxEngine:
             return scores_of(self.task, combined(self.parameters, self._rest))
 
     def peak_bytes(self) -> int | None:
-        return max(self._peaks.values(), default=None)
+        """XLA plans the memory of a step before it runs; the resident set would have that of the compiler in it."""
+        plans = [compiled.memory_analysis() for compiled in self._compiled.values()]
+        peaks = [p.temp_size_in_bytes + p.output_size_in_bytes - p.alias_size_in_bytes for p in plans]
+        return int(max(peaks)) if peaks else None
 
     def save(self, folder: Path) -> None:
         write_state(folder, self._all(), self.num_steps)
