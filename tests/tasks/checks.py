@@ -21,6 +21,18 @@ def gap(ours, full):
     return (distance / sum(float((b.astype(np.float64) ** 2).sum()) for b in full)) ** 0.5
 
 
+def assert_exact(gradients, task, micro_batch_size):
+    """`gradients(task, **options)` accumulates; without options it is that of the plain full batch."""
+    ours = gradients(task, micro_batch_size=micro_batch_size, weight=getattr(task, "weight", None))
+    assert gap(ours, gradients(task)) < 1e-5
+
+
+def assert_mean_of_means_is_wrong(gradients, task):
+    """The negative control."""
+    ours = gradients(task, micro_batch_size=8, weight=lambda micro_batch: 1)
+    assert gap(ours, gradients(task)) > 0.01
+
+
 def arrays(task, batch_size=100, epoch=0, seed=0):
     return [(np.asarray(x), np.asarray(y)) for x, y in task.batches(batch_size=batch_size, epoch=epoch, seed=seed)]
 
