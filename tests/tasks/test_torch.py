@@ -10,7 +10,9 @@ from bigbatch.torch import Accumulator
 from .checks import (
     DATASETS,
     assert_batches,
+    assert_exact,
     assert_held_out_is_new,
+    assert_mean_of_means_is_wrong,
     assert_missing_scikit_learn,
     assert_text_is_ragged,
     assert_untrained_scores,
