@@ -61,8 +61,8 @@ def take_apart(
     The batch is every positional argument that is no parameter, or those that `batch_argnums` names. Keyword
     arguments go whole, and so does what has no axis.
     """
-    check_numbers("argnums", argnums, len(args))
-    check_numbers("batch_argnums", batch_argnums or (), len(args))
+    argnums = counted("argnums", argnums, len(args))
+    batch_argnums = None if batch_argnums is None else counted("batch_argnums", batch_argnums, len(args))
     others = [None if number in argnums else arg for number, arg in enumerate(args)]
     leaves, structure = jax.tree.flatten_with_path((others, kwargs), is_leaf=lambda leaf: isinstance(leaf, JAXSparse))
 
@@ -113,13 +113,15 @@ def is_raw_key(leaf: Any) -> bool:
     return leaf.dtype == np.uint32 and leaf.shape == (2,)
 
 
-def check_numbers(name: str, numbers: tuple[int, ...], num_arguments: int) -> None:
+def counted(name: str, numbers: tuple[int, ...], num_arguments: int) -> tuple[int, ...]:
+    """Numbers of arguments, all counted from the first."""
     for number in numbers:
-        if not 0 <= number < num_arguments:
+        if not -num_arguments <= number < num_arguments:
             raise OptionError(
                 f"{name} names argument {number} but the loss was called with {num_arguments} positional arguments: "
                 "pass arguments that are named so by position, counted from 0"
             )
+    return tuple(number % num_arguments for number in numbers)
 
 
 def check_rows(named: list[tuple[Any, Any]]) -> int:
@@ -156,6 +158,6 @@ def is_traced(tree: Any) -> bool:
 def as_numbers(name: str, value: Any) -> tuple[int, ...]:
     """argnums as a tuple."""
     numbers = value if isinstance(value, tuple | list) else (value,)
-    if not numbers or not all(isinstance(number, int) and number >= 0 for number in numbers):
+    if not numbers or not all(isinstance(number, int) for number in numbers):
         raise OptionError(f"{name} is {value!r}: pass the number of an argument, counted from 0, or several as a tuple")
     return tuple(numbers)

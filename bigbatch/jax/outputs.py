@@ -35,17 +35,41 @@ class Combine:
         return list(zip(jax.tree.leaves(aux), self.ways, strict=True))
 
 
-def combine(asked: Any, like: Any, other: Any) -> Combine:
+@dataclass(frozen=True)
+class Asked:
+    """How the user wants it: a word for all of aux, or a nest with a word for each part."""
+
+    structure: Any
+    words: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, nest: Any) -> "Asked":
+        words, structure = jax.tree.flatten(nest)
+        for word in words:
+            if word not in WAYS:
+                raise OptionError(f"aux={word!r} is unknown: pass {', '.join(map(repr, WAYS[:-1]))} or {WAYS[-1]!r}")
+        return cls(structure, tuple(words))
+
+    def each(self, like: Any) -> list[str]:
+        """The word for each leaf of aux."""
+        nest = jax.tree.unflatten(self.structure, self.words)
+        try:
+            return list(jax.tree.leaves(jax.tree.broadcast(nest, like)))
+        except ValueError as error:
+            raise OptionError(
+                f"aux is {nest} but the loss returns {jax.tree.structure(like)}: "
+                "pass one word for all of it, or a nest of the same form"
+            ) from error
+
+
+def combine(asked: Asked, like: Any, other: Any) -> Combine:
     """As asked; "auto" is: rows are concatenated, of the rest integers are added up and others meaned by weight.
 
     `like` and `other` are the shapes of aux for batches of two sizes: a leaf whose leading axis grows with the
     batch has rows.
     """
     leaves, structure = jax.tree.flatten_with_path(like)
-    told = jax.tree.leaves(jax.tree.broadcast(asked, like))
-    for way in told:
-        if way not in WAYS:
-            raise OptionError(f"aux={way!r} is unknown: pass {', '.join(map(repr, WAYS[:-1]))} or {WAYS[-1]!r}")
+    told = asked.each(like)
     ways = []
     for (path, leaf), longer, way in zip(leaves, jax.tree.leaves(other), told, strict=True):
         has_rows = leaf.shape[:1] != longer.shape[:1]

@@ -15,6 +15,7 @@ from ..core.window import positive
 from .arguments import Arrays, Form, as_numbers, is_traced, num_rows, take_apart
 from .keys import Rng, for_samples
 from .mesh import Axes, Placement, Shard, axes_of, current_mesh, find_placement, spread, varying
+from .outputs import Asked
 from .window import Loss, Result, Run, Window
 
 __all__ = ["grad", "value_and_grad"]
@@ -62,11 +63,10 @@ def value_and_grad(
     check_reduction(reduction)
     if rng not in ("per_micro_batch", "per_sample", None):
         raise OptionError(f'rng={rng!r} is unknown: pass "per_micro_batch", "per_sample" or None')
-    window = Window(loss, micro_batch_size, weight, has_aux, reduction, aux, rng, accumulate_dtype)
+    window = Window(loss, micro_batch_size, weight, has_aux, reduction, Asked.of(aux), rng, accumulate_dtype)
     given = None if axes is None else axes_of(axes)
     numbers = as_numbers("argnums", argnums)
     cut_numbers = None if batch_argnums is None else as_numbers("batch_argnums", batch_argnums)
-    compiled = jax.jit(functools.partial(compute, window), static_argnums=(0, 1, 2))
 
     @functools.wraps(loss)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
@@ -75,8 +75,8 @@ def value_and_grad(
             placement, inside = None, tuple(sorted(varying(arrays.rows))) if given is None else given
         else:
             placement, inside = find_placement(arrays.rows, sharding), ()
-        is_compiled = not is_traced((parameters, arrays)) and is_hashable(form)
-        function = compiled if is_compiled else functools.partial(compute, window)
+        is_compiled = not is_traced((parameters, arrays)) and is_hashable((window, form))
+        function = compiled(window) if is_compiled else functools.partial(compute, window)
         found, gradient = function(form, placement, inside, parameters, arrays)
         return found, gradient if isinstance(argnums, tuple | list) else gradient[0]
 
@@ -93,6 +93,12 @@ def grad(loss: Loss, micro_batch_size: int = 8, *, has_aux: bool = False, **opti
         return (gradients, found[1]) if has_aux else gradients
 
     return gradient
+
+
+@functools.lru_cache(maxsize=256)
+def compiled(window: Window) -> Callable[..., Any]:
+    """For calls outside of `jit`; the same for equal windows, since many write `value_and_grad(loss)(…)` in a loop."""
+    return jax.jit(functools.partial(compute, window), static_argnums=(0, 1, 2))
 
 
 def compute(
@@ -144,9 +150,9 @@ def on_mesh(placement: Placement, window: Window, on_device: Any, leaves: list[A
     return mapped(leaves, arrays._replace(rows=spread(arrays.rows, placement)))
 
 
-def is_hashable(form: Form) -> bool:
+def is_hashable(value: Any) -> bool:
     try:
-        hash(form)
+        hash(value)
     except TypeError:
         return False
     return True

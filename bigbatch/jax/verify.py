@@ -12,6 +12,7 @@ from ..core.weight import Reduction, check_reduction
 from ..core.window import positive
 from .arguments import as_numbers, take_apart
 from .keys import Rng
+from .outputs import Asked
 from .trial import Trial
 from .window import Loss, Window
 
@@ -43,7 +44,7 @@ def verify(
     with jax.enable_x64(True):
         given = widened((parameters, batch, *args))
         form, (parameters,), arrays = take_apart(given, widened(dict(kwargs or {})), (0,), numbers)
-        window = Window(loss, micro_batch_size, weight, has_aux, reduction, "auto", rng, None)
+        window = Window(loss, micro_batch_size, weight, has_aux, reduction, Asked.of("auto"), rng, None)
         trial = Trial(window, form, parameters, arrays)
         return audit(trial, tolerance) if step is None else audit_loop(trial, step, tolerance)
 

@@ -13,7 +13,7 @@ from ..core.weight import Reduction, as_plain, as_terms, check_terms, check_weig
 from .arguments import Arrays, Form, num_rows
 from .keys import Rng, for_micro_batch
 from .mesh import Axes, Shard, vary, varying
-from .outputs import Combine, combine
+from .outputs import Asked, Combine, combine
 
 Loss = Callable[..., Any]
 Body = Callable[[Any, Any, int], tuple[Any, list[Any]]]
@@ -37,7 +37,7 @@ class Window:
     weight: Callable[..., Any] | None
     has_aux: bool
     reduction: Reduction
-    aux: Any
+    aux: Asked
     rng: Rng
     accumulate_dtype: Any
 

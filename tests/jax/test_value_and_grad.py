@@ -40,7 +40,7 @@ def test_weight_of_several_batch_arguments():
     assert gap(value_and_grad(loss, 3)(params, X, y), jax.value_and_grad(loss)(params, X, y)) > 1e-3
 
 
-@pytest.mark.parametrize("argnums", [0, 2, (0, 2), (2, 0), (0,)])
+@pytest.mark.parametrize("argnums", [0, 2, -2, (0, 2), (2, 0), (0,), (0, -2)])
 def test_argnums(argnums):
     def loss(params, x, scale, y):
         return loss_xy(params, x * scale["by"], y)
@@ -102,13 +102,13 @@ def test_nothing_is_compiled_twice():
 
     def loss(params, batch):
         traces.append(1)
-        return samples_loss(params, batch)
+        return samples_loss(params, batch), {"a": 1.0}
 
-    ours, params = value_and_grad(loss, 3), classifier()
-    ours(params, BATCH)
+    params = classifier()
+    value_and_grad(loss, 3, has_aux=True, aux={"a": "mean"})(params, BATCH)
     num = len(traces)
     for _ in range(3):
-        ours(params, BATCH)
+        value_and_grad(loss, 3, has_aux=True, aux={"a": "mean"})(params, BATCH)
     assert len(traces) == num
 
 
@@ -243,6 +243,7 @@ def test_aux_that_cannot_be_as_asked():
         ("concatenate", r"aux\['accuracy'\] of shape \(\) has no row for each sample"),
         ("mean", r"aux\['logits'\] has a row for each sample"),
         ("median", "aux='median' is unknown"),
+        ({"logit": "mean"}, "aux is {'logit': 'mean'} but the loss returns"),
     ):
         with pytest.raises(OptionError, match=sentence):
             value_and_grad(with_aux, 3, has_aux=True, aux=way)(params, BATCH)
