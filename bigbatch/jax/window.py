@@ -176,7 +176,7 @@ class Run:
     def loss(self, parameters: Any, micro_batch: Arrays) -> tuple[tuple[Any, ...], Any]:
         """The terms of the loss, and aux."""
         args, kwargs = self.form.bind(parameters, micro_batch)
-        found = self.window.loss(*args, **kwargs)
+        found = jax.tree.map(jnp.asarray, self.window.loss(*args, **kwargs))
         if not self.window.has_aux:
             return as_terms(found), None
         if not (isinstance(found, tuple) and len(found) == 2):

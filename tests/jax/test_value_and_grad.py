@@ -237,6 +237,17 @@ def test_aux_as_asked():
     assert_equal(means["l"], samples_loss(params, BATCH))
 
 
+def test_plain_numbers():
+    """A term that is switched off, and aux that is no array."""
+
+    def loss(params, batch):
+        return (samples_loss(params, batch), 0.0), {"scale": 2.0, "num": 1, "nothing": None, "of": {}}
+
+    (value, aux), grads = value_and_grad(loss, 3, has_aux=True)(classifier(), BATCH)
+    assert_equal((value, grads), jax.value_and_grad(samples_loss)(classifier(), BATCH))
+    assert aux == {"scale": 2.0, "num": 5, "nothing": None, "of": {}}
+
+
 def test_aux_that_cannot_be_as_asked():
     params = classifier()
     for way, sentence in (
