@@ -61,10 +61,11 @@ def audit(trial: Trial, tolerance: float) -> Verification:
     causes = trial.notes()
     verdict = judge(errors, [], tolerance)
     if not verdict.is_exact:
-        causes += trial.layer_causes()
+        found = trial.layer_causes()
         with trial.quiet():
-            causes += _loss_causes(trial, tolerance)
-    return judge(errors, causes or _unexplained(verdict), tolerance, total_error_of(full, accumulated))
+            found += _loss_causes(trial, tolerance)
+        causes += found or _unexplained(verdict)
+    return judge(errors, causes, tolerance, total_error_of(full, accumulated))
 
 
 def audit_loop(trial: Trial, loop: Loop, tolerance: float) -> Verification:

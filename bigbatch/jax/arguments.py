@@ -1,7 +1,9 @@
 """What a loss is called with: which arguments are parameters, which are cut, which go whole."""
 
+import enum
+import types
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -31,14 +33,14 @@ class Form:
 
     structure: Any
     roles: tuple[Role, ...]
-    statics: tuple[tuple[type, Any], ...]
+    statics: tuple["Static", ...]
     argnums: tuple[int, ...]
     batch_argnums: tuple[int, ...]
 
     def bind(self, parameters: tuple[Any, ...], arrays: Arrays) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments to call the loss with."""
         left = {role: iter(getattr(arrays, name)) for role, name in NAMES.items()}
-        left["static"] = (value for _, value in self.statics)
+        left["static"] = (static.value for static in self.statics)
         args, kwargs = jax.tree.unflatten(self.structure, [next(left[role]) for role in self.roles])
         for number, parameter in zip(self.argnums, parameters, strict=True):
             args[number] = parameter
@@ -51,6 +53,32 @@ class Form:
 
 
 NAMES: dict[Role, str] = {"rows": "rows", "key": "keys", "whole": "whole"}
+NO_NUMBERS = ("U", "S", "O")  # kinds of NumPy arrays that JAX cannot hold: strings, objects
+PLAIN = (str, bytes, bool, int, float, complex)
+NAMED = (type, types.FunctionType, types.BuiltinFunctionType, np.dtype, enum.Enum)
+
+
+@dataclass(frozen=True)
+class Static:
+    """An argument that is no array; two are equal only if no loss can tell them apart, and 1, 1.0 and True can be."""
+
+    value: Any = field(compare=False)
+    key: Any
+
+    @classmethod
+    def of(cls, value: Any) -> "Static":
+        if isinstance(value, PLAIN):
+            return cls(value, (type(value), repr(value)))  # not by value: 0.0 equals -0.0, and nothing equals NaN
+        return cls(value, value if isinstance(value, NAMED) else Unhashable)
+
+    def __hash__(self) -> int:
+        if self.key is Unhashable:
+            raise TypeError(f"a {type(self.value).__name__} may change, so no compiled function can be kept for it")
+        return hash(self.key)
+
+
+class Unhashable:
+    """Stands for what may change between two calls."""
 
 
 def take_apart(
@@ -70,39 +98,47 @@ def take_apart(
         number = path[1].idx if path[0].idx == 0 else None
         return number is not None and (batch_argnums is None or number in batch_argnums)
 
-    roles = tuple(role_of(leaf, is_cut=is_cut(path)) for path, leaf in leaves)
+    roles = tuple(role_of(path, leaf, is_cut=is_cut(path)) for path, leaf in leaves)
     found: dict[Role, list[Any]] = {role: [] for role in ("rows", "key", "whole", "static")}
     for (_, leaf), role in zip(leaves, roles, strict=True):
         found[role].append(leaf)
     named = [(path, leaf) for (path, leaf), role in zip(leaves, roles, strict=True) if role == "rows"]
-    size = check_rows(named)
-    if size == 2 and any(role == "key" and is_raw_key(leaf) and is_cut(path)
-                         for (path, leaf), role in zip(leaves, roles, strict=True)):  # fmt: skip
-        raise OptionError(
-            "an argument of two unsigned integers beside a batch of 2 samples may be a key or labels: make keys with "
-            "jax.random.key(), or labels of a signed type"
+    if not named:
+        raise BatchError(
+            "the loss was called without an array that can be cut: pass the batch by position, after the parameters; "
+            "an object that is no pytree has to be registered with jax.tree_util.register_dataclass"
         )
+    size = check_rows([(name_of(path), leaf) for path, leaf in named])
+    for (path, leaf), role in zip(leaves, roles, strict=True):
+        if role == "key" and is_cut(path) and leaf.shape == (size,):
+            raise OptionError(
+                f"{name_of(path)}, {size} unsigned integers beside a batch of {size} samples, may be a key or labels: "
+                "make keys with jax.random.key(), or labels of a signed type"
+            )
     cut = tuple(sorted({path[1].idx for path, _ in named}))
-    statics = tuple((type(leaf), leaf) for leaf in found["static"])
+    statics = tuple(Static.of(leaf) for leaf in found["static"])
     form = Form(structure, roles, statics, argnums, cut)
     return form, tuple(args[number] for number in argnums), Arrays(found["rows"], found["key"], found["whole"])
 
 
-def role_of(leaf: Any, *, is_cut: bool) -> Role:
+def role_of(path: Any, leaf: Any, *, is_cut: bool) -> Role:
     if isinstance(leaf, JAXSparse):
         if is_cut:
             raise BatchError("a sparse array cannot be cut: pass a dense one, or pass it whole, by keyword")
         return "whole"
-    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic) or getattr(leaf.dtype, "kind", "") in NO_NUMBERS:
         return "static"
-    if is_key(leaf):
-        return "key"
+    if is_typed_key(leaf):
+        return "rows" if is_cut and np.ndim(leaf) else "key"
+    if is_raw_key(leaf):
+        if is_called_key(path):
+            return "key"
+        if not is_cut:
+            raise OptionError(
+                f"{name_of(path)}, {leaf.size} unsigned integers, may be a key or numbers: make keys with "
+                "jax.random.key(), or pass one under a name with key or rng in it, or numbers of a signed type"
+            )
     return "rows" if is_cut and np.ndim(leaf) else "whole"
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether this is one PRNG key, of the new kind or the old."""
-    return (is_typed_key(leaf) and np.ndim(leaf) == 0) or is_raw_key(leaf)
 
 
 def is_typed_key(leaf: Any) -> bool:
@@ -110,7 +146,16 @@ def is_typed_key(leaf: Any) -> bool:
 
 
 def is_raw_key(leaf: Any) -> bool:
-    return leaf.dtype == np.uint32 and leaf.shape == (2,)
+    """Whether this may be a key of the old kind, which is an array like any other."""
+    size = 2 if jax.config.jax_default_prng_impl == "threefry2x32" else 4
+    return leaf.dtype == np.uint32 and leaf.shape == (size,)
+
+
+def is_called_key(path: Any) -> bool:
+    """An argument by itself, or one named so, or an entry of such a one: rngs={"dropout": key}."""
+    names = [str(getattr(entry, "key", "")).lower() for entry in path[1:]]
+    is_argument = path[0].idx == 0 and len(path) == 2
+    return is_argument or (len(names) <= 2 and any(word in name for name in names for word in ("key", "rng")))
 
 
 def counted(name: str, numbers: tuple[int, ...], num_arguments: int) -> tuple[int, ...]:
@@ -124,27 +169,24 @@ def counted(name: str, numbers: tuple[int, ...], num_arguments: int) -> tuple[in
     return tuple(number % num_arguments for number in numbers)
 
 
-def check_rows(named: list[tuple[Any, Any]]) -> int:
+def check_rows(named: list[tuple[str, Any]]) -> int:
     """The size that all arrays of the batch share."""
-    if not named:
-        raise BatchError(
-            "the loss was called without an array that can be cut: pass the batch by position, after the parameters"
-        )
     (first, leaf), *others = named
     size = leaf.shape[0]
-    for path, other in others:
+    for name, other in others:
         if other.shape[0] != size:
             raise BatchError(
-                f"{name_of(first)} has {size} samples but {name_of(path)} has {other.shape[0]}: all arrays of a batch "
-                "share their leading axis; what belongs to no sample goes by keyword, or is left out of batch_argnums"
+                f"{first} has {size} samples but {name} has {other.shape[0]}: all arrays of a batch share their "
+                "leading axis; what belongs to no sample goes by keyword, or is left out of batch_argnums"
             )
     if size == 0:
-        raise BatchError(f"{name_of(first)} has 0 samples: a batch has at least 1")
+        raise BatchError(f"{first} has 0 samples: a batch has at least 1")
     return int(size)
 
 
 def name_of(path: Any) -> str:
-    return f"argument {path[1].idx}{jax.tree_util.keystr(path[2:])}"
+    first = f"argument {path[1].idx}" if path[0].idx == 0 else f"the argument {path[1].key}"
+    return f"{first}{jax.tree_util.keystr(path[2:])}"
 
 
 def num_rows(arrays: Arrays) -> int:
@@ -158,6 +200,6 @@ def is_traced(tree: Any) -> bool:
 def as_numbers(name: str, value: Any) -> tuple[int, ...]:
     """argnums as a tuple."""
     numbers = value if isinstance(value, tuple | list) else (value,)
-    if not numbers or not all(isinstance(number, int) for number in numbers):
+    if not numbers or not all(isinstance(number, int | np.integer) for number in numbers):
         raise OptionError(f"{name} is {value!r}: pass the number of an argument, counted from 0, or several as a tuple")
-    return tuple(numbers)
+    return tuple(int(number) for number in numbers)

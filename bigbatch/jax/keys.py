@@ -1,12 +1,14 @@
 """PRNG keys: each micro-batch, or each sample, draws numbers of its own."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from .arguments import Arrays, Form, num_rows
+from .arguments import Arrays, Form, is_typed_key, num_rows
 from .mesh import Axes
 
 Rng = Literal["per_micro_batch", "per_sample"] | None
@@ -21,7 +23,7 @@ def for_micro_batch(keys: list[Any], rng: Rng, number: Any, axes: Axes) -> list[
         key = jax.random.fold_in(key, number)
         return jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
 
-    return [folded(key) for key in keys]
+    return [for_each(folded, key) for key in keys]
 
 
 def for_samples(form: Form, arrays: Arrays, axes: Axes) -> tuple[Form, Arrays]:
@@ -38,6 +40,17 @@ def for_samples(form: Form, arrays: Arrays, axes: Axes) -> tuple[Form, Arrays]:
         of_all = jax.random.split(key, num_samples * lax.axis_size(axes))
         return lax.dynamic_slice_in_dim(of_all, lax.axis_index(axes) * num_samples, num_samples)
 
-    found = [split(next(keys)) if role == "key" else next(rows) for role in form.roles if role in ("rows", "key")]
+    def by_sample(key: Any) -> Any:
+        found = for_each(split, key)
+        return jnp.moveaxis(found, key.ndim, 0) if is_typed_key(key) else found
+
+    found = [by_sample(next(keys)) if role == "key" else next(rows) for role in form.roles if role in ("rows", "key")]
     roles = tuple("rows" if role == "key" else role for role in form.roles)
     return replace(form, roles=roles), Arrays(found, [], arrays.whole)
+
+
+def for_each(function: Callable[[Any], Any], keys: Any) -> Any:
+    """What the function makes of a key, or of each in an array of them."""
+    for _ in range(keys.ndim if is_typed_key(keys) else 0):
+        function = jax.vmap(function)
+    return function(keys)

@@ -111,8 +111,11 @@ def varying(tree: Any) -> frozenset[str]:
     """The axes of a `shard_map` over which any leaf differs from device to device."""
     found: frozenset[str] = frozenset()
     for leaf in jax.tree.leaves(tree):
-        kind = jax.typeof(leaf)
-        found |= kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # its name before JAX 0.10
+        kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        if hasattr(kind, "vma"):  # its name in other versions than JAX 0.10
+            found |= kind.vma or frozenset()
+        elif kind.manual_axis_type is not None:
+            found |= kind.manual_axis_type.varying
     return found
 
 
@@ -178,18 +181,30 @@ def spec_of(array: Any) -> Any:
     return found.spec if isinstance(found, NamedSharding) else ()
 
 
-def spread(tree: Any, placement: Placement) -> Any:
-    """Rows over the axes of the batch; on explicit axes that has to be said, on others shard_map does it."""
-    is_explicit = all(
-        kind == AxisType.Explicit
-        for name, kind in zip(placement.mesh.axis_names, placement.mesh.axis_types, strict=True)
-        if name in placement.axes
-    )
-    if not is_explicit:
-        return tree
+def is_explicit(placement: Placement) -> bool:
+    """Whether arrays have to be moved by name; on other axes shard_map does it."""
+    kinds = dict(zip(placement.mesh.axis_names, placement.mesh.axis_types, strict=True))
+    return all(kinds[axis] == AxisType.Explicit for axis in placement.axes)
 
-    def moved(leaf: Any) -> Any:
-        rest = tuple(jax.typeof(leaf).sharding.spec)[1:]
-        return jax.reshard(leaf, NamedSharding(placement.mesh, PartitionSpec(placement.axes, *rest)))
 
-    return jax.tree.map(moved, tree)
+def spread(leaf: Any, placement: Placement) -> Any:
+    """Rows over the axes of the batch."""
+    if not is_explicit(placement):
+        return leaf
+    rest = tuple(jax.typeof(leaf).sharding.spec)[1:]
+    return jax.reshard(leaf, NamedSharding(placement.mesh, PartitionSpec(placement.axes, *rest)))
+
+
+def gathered(leaf: Any, placement: Placement) -> Any:
+    """The same, not spread over the axes of the batch."""
+    spec = jax.typeof(leaf).sharding.spec
+    left = [tuple(axis for axis in axes_of(entry) if axis not in placement.axes) or None for entry in spec]
+    if not is_explicit(placement) or [axes_of(entry) for entry in spec] == [axes_of(entry) for entry in left]:
+        return leaf
+    return jax.reshard(leaf, NamedSharding(placement.mesh, PartitionSpec(*left)))
+
+
+def is_spread_both_ways(leaf: Any, placement: Placement) -> bool:
+    """Over axes of the batch and over others."""
+    axes = {axis for entry in jax.typeof(leaf).sharding.spec for axis in axes_of(entry)}
+    return is_explicit(placement) and bool(axes & set(placement.axes)) and bool(axes - set(placement.axes))

@@ -250,10 +250,10 @@ def _check_gradients(grads: Any, sums: Any) -> None:
     if ours != theirs:
         raise GradientError(f"the gradients are {theirs} but the parameters {ours}: {remedy}")
     for (path, g), s in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(sums), strict=True):
-        if g.shape != s.shape:
+        if jnp.shape(g) != s.shape:
             raise GradientError(
-                f"the gradient of {jax.tree_util.keystr(path)} has the shape {g.shape} but the parameter {s.shape}: "
-                f"{remedy}"
+                f"the gradient of {jax.tree_util.keystr(path)} has the shape {jnp.shape(g)} but the parameter "
+                f"{s.shape}: {remedy}"
             )
 
 

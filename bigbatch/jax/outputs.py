@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import keystr
 
 from ..core.errors import OptionError
 
@@ -62,32 +63,43 @@ class Asked:
             ) from error
 
 
-def combine(asked: Asked, like: Any, other: Any) -> Combine:
+def combine(asked: Asked, like: Any, other: Any, size: int) -> Combine:
     """As asked; "auto" is: rows are concatenated, of the rest integers are added up and others meaned by weight.
 
-    `like` and `other` are the shapes of aux for batches of two sizes: a leaf whose leading axis grows with the
-    batch has rows.
+    `like` and `other` are the shapes of aux for `size` samples and for twice as many, which tells what has rows.
     """
     leaves, structure = jax.tree.flatten_with_path(like)
-    told = asked.each(like)
-    ways = []
-    for (path, leaf), longer, way in zip(leaves, jax.tree.leaves(other), told, strict=True):
-        has_rows = leaf.shape[:1] != longer.shape[:1]
-        ways.append(way_of(leaf, has_rows) if way == "auto" else way)
-        if ways[-1] != "concatenate" and has_rows:
-            raise OptionError(
-                f"aux{jax.tree_util.keystr(path)} has a row for each sample, so a {ways[-1]} over micro-batches means "
-                'nothing: pass aux="concatenate", or take it over the samples in the loss'
-            )
-        if ways[-1] == "concatenate" and not has_rows:
-            raise OptionError(
-                f"aux{jax.tree_util.keystr(path)} of shape {leaf.shape} has no row for each sample to concatenate: "
-                'pass aux="mean" or aux="sum"'
-            )
-    return Combine(structure, tuple(ways))
+    longer = jax.tree.leaves(other)
+    parts = zip(leaves, longer, asked.each(like), strict=True)
+    return Combine(
+        structure, tuple(way_of(f"aux{keystr(path)}", leaf, more, word, size) for (path, leaf), more, word in parts)
+    )
 
 
-def way_of(leaf: Any, has_rows: bool) -> str:
+def way_of(name: str, leaf: Any, more: Any, word: str, size: int) -> str:
+    """How one leaf is put together, if that can be."""
+    has_rows = leaf.shape != more.shape
+    if has_rows and (leaf.shape, more.shape) != ((size, *leaf.shape[1:]), (2 * size, *leaf.shape[1:])):
+        raise OptionError(
+            f"{name} has the shape {leaf.shape} for {size} samples and {more.shape} for {2 * size}: what grows with "
+            "the batch has to have the samples, and nothing else, along its leading axis"
+        )
+    if has_rows and word in ("sum", "mean"):
+        raise OptionError(
+            f"{name} has a row for each sample, so a {word} over micro-batches means nothing: "
+            'pass aux="concatenate", or take it over the samples in the loss'
+        )
+    if not has_rows and word == "concatenate":
+        raise OptionError(
+            f'{name} of shape {leaf.shape} has no row for each sample to concatenate: pass aux="mean" or aux="sum"'
+        )
+    if word != "auto":
+        return word
     if has_rows:
         return "concatenate"
+    if leaf.dtype == bool:
+        raise OptionError(
+            f"{name} is true or false for each micro-batch, and nobody knows what that makes of the whole: return a "
+            'count, or pass aux="sum" to count those that are true'
+        )
     return "mean" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "sum"

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.errors import BatchError
 from ..core.window import positive
 from .arguments import check_rows
 
@@ -19,8 +20,11 @@ def pad(batch: Any, multiple: int) -> tuple[Any, Any]:
     by `is_real`, and `weight` its sum.
     """
     multiple = positive("multiple", multiple)
-    leaves = [([None, jax.tree_util.SequenceKey(0), *path], leaf) for path, leaf in jax.tree.leaves_with_path(batch)]
-    size = check_rows([(path, leaf) for path, leaf in leaves if np.ndim(leaf)])
+    named = [(jax.tree_util.keystr(path) or "the batch", leaf) for path, leaf in jax.tree.leaves_with_path(batch)]
+    with_rows = [(name, leaf) for name, leaf in named if np.ndim(leaf)]
+    if not with_rows:
+        raise BatchError("the batch has no array with a row for each sample: pass arrays, or a nest of them")
+    size = check_rows(with_rows)
     missing = -size % multiple
 
     def padded(leaf: Any) -> Any:

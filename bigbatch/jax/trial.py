@@ -84,8 +84,9 @@ class Trial:
     def notes(self) -> list[str]:
         if self.has_dropout:
             return [
-                "dropout was switched off for the comparison; in training each micro-batch draws masks of its own, as "
-                'good a draw as the full batch\'s but not the same; rng="per_sample" makes it the same'
+                "dropout, and every other mask of jax.random.bernoulli, was switched off for the comparison; if such a "
+                "mask chooses what the loss is a mean over, that was not compared; in training each micro-batch draws "
+                'masks of its own, as good as the full batch\'s but not the same; rng="per_sample" makes them the same'
             ]
         if self.draws:
             return [

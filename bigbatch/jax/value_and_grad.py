@@ -1,20 +1,33 @@
 """`jax.value_and_grad` and `jax.grad` of a whole batch, in the memory of a micro-batch."""
 
 import functools
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..core.errors import OptionError
+from ..core.errors import BatchError, OptionError
 from ..core.weight import Reduction, check_reduction
 from ..core.window import positive
 from .arguments import Arrays, Form, as_numbers, is_traced, num_rows, take_apart
 from .keys import Rng, for_samples
-from .mesh import Axes, Placement, Shard, axes_of, current_mesh, find_placement, spread, varying
+from .mesh import (
+    Axes,
+    Placement,
+    Shard,
+    axes_of,
+    current_mesh,
+    find_placement,
+    gathered,
+    is_spread_both_ways,
+    spread,
+    varying,
+)
 from .outputs import Asked
 from .window import Loss, Result, Run, Window
 
@@ -65,19 +78,24 @@ def value_and_grad(
         raise OptionError(f'rng={rng!r} is unknown: pass "per_micro_batch", "per_sample" or None')
     window = Window(loss, micro_batch_size, weight, has_aux, reduction, Asked.of(aux), rng, accumulate_dtype)
     given = None if axes is None else axes_of(axes)
+    compiled = kept(window) if is_bare(loss) and is_bare(weight) else compile_window(window)
     numbers = as_numbers("argnums", argnums)
     cut_numbers = None if batch_argnums is None else as_numbers("batch_argnums", batch_argnums)
 
     @functools.wraps(loss)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         form, parameters, arrays = take_apart(args, kwargs, numbers, cut_numbers)
-        if given is not None or current_mesh().manual_axes:
-            placement, inside = None, tuple(sorted(varying(arrays.rows))) if given is None else given
-        else:
-            placement, inside = find_placement(arrays.rows, sharding), ()
-        is_compiled = not is_traced((parameters, arrays)) and is_hashable((window, form))
-        function = compiled(window) if is_compiled else functools.partial(compute, window)
-        found, gradient = function(form, placement, inside, parameters, arrays)
+        check_parameters(parameters)
+        if micro_batch_size == 1 and batch_argnums is None:
+            check_kept_whole(arrays)
+        placement, inside = None, given
+        if current_mesh().manual_axes:
+            inside = axes_inside(parameters, arrays.rows) if given is None else given
+        elif given is None:
+            placement = find_placement(arrays.rows, sharding)
+        is_kept = not is_traced((parameters, arrays)) and is_hashable(form)
+        function = compiled if is_kept else functools.partial(compute, window)
+        found, gradient = function(form, placement, inside or (), parameters, arrays)
         return found, gradient if isinstance(argnums, tuple | list) else gradient[0]
 
     return value_and_gradient
@@ -95,10 +113,50 @@ def grad(loss: Loss, micro_batch_size: int = 8, *, has_aux: bool = False, **opti
     return gradient
 
 
-@functools.lru_cache(maxsize=256)
-def compiled(window: Window) -> Callable[..., Any]:
-    """For calls outside of `jit`; the same for equal windows, since many write `value_and_grad(loss)(…)` in a loop."""
+def compile_window(window: Window) -> Callable[..., Any]:
+    """For calls outside of `jit`."""
     return jax.jit(functools.partial(compute, window), static_argnums=(0, 1, 2))
+
+
+kept = functools.lru_cache(maxsize=256)(compile_window)
+"""The same for equal windows, since many write `value_and_grad(loss)(…)` in a loop."""
+
+
+def is_bare(function: Any) -> bool:
+    """Whether a function holds nothing that could change, or that would be kept alive with it."""
+    if not isinstance(function, types.FunctionType):
+        return function is None
+    return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__)
+
+
+def axes_inside(parameters: Any, rows: list[Any]) -> Axes:
+    """In a `shard_map` of the user's: the axes over which devices share a batch."""
+    axes = varying(rows)
+    if own := sorted(axes & varying(parameters)):
+        raise OptionError(
+            f"parameters differ over {own[0]!r} as the batch does, so it cannot be seen whether devices train one "
+            "model: pass axes=…, those over which one model's batch is shared, or axes=() if there are none"
+        )
+    return tuple(sorted(axes))
+
+
+def check_parameters(parameters: Any) -> None:
+    for leaf in jax.tree.leaves(parameters):
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | complex | float):
+            raise OptionError(
+                f"the parameters hold a {type(leaf).__name__}, by which nobody can differentiate: leave out what is no "
+                "floating-point array, as eqx.partition and nnx.split do"
+            )
+
+
+def check_kept_whole(arrays: Arrays) -> None:
+    """With micro-batches of one, an array of the batch that was not cut would be broadcast without a word."""
+    num = num_rows(arrays)
+    if num > 1 and any(jnp.shape(leaf)[:1] == (num,) for leaf in arrays.whole):
+        raise BatchError(
+            f"an array that goes whole to every micro-batch has {num} rows, as many as the batch: pass it by position "
+            "if it is part of the batch, or name the batch with batch_argnums if it is not"
+        )
 
 
 def compute(
@@ -131,6 +189,9 @@ def compute(
 def on_mesh(placement: Placement, window: Window, on_device: Any, leaves: list[Any], arrays: Arrays) -> Result:
     """Every device runs a window of its own part of the batch, and the sums are reduced once after it."""
     axes = placement.axes
+    before = [jax.typeof(leaf).sharding for leaf in leaves]
+    is_moved = [is_spread_both_ways(leaf, placement) for leaf in leaves]
+    leaves = [gathered(leaf, placement) if moved else leaf for leaf, moved in zip(leaves, is_moved, strict=True)]
     shards = [Shard.of(leaf, axes) for leaf in leaves]
     specs = [shard.spec for shard in shards]
     part = replace(window, micro_batch_size=placement.share(window.micro_batch_size, num_rows(arrays)))
@@ -146,8 +207,15 @@ def on_mesh(placement: Placement, window: Window, on_device: Any, leaves: list[A
         in_specs=(specs, Arrays(rows, whole, whole)),
         out_specs=Result(whole, specs, rows, whole),
         axis_names=set(axes),
+        check_vma=False,  # or a loop in the loss that begins with zeros, as in every RNN, would be refused
     )
-    return mapped(leaves, arrays._replace(rows=spread(arrays.rows, placement)))
+    keys, others = jax.tree.map(lambda leaf: gathered(leaf, placement), arrays[1:])
+    result = mapped(leaves, Arrays([spread(row, placement) for row in arrays.rows], keys, others))
+    gradient = [
+        jax.reshard(g, sharding) if moved else g
+        for g, sharding, moved in zip(result.gradient, before, is_moved, strict=True)
+    ]
+    return result._replace(gradient=gradient)
 
 
 def is_hashable(value: Any) -> bool:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core.errors import LossError
+from ..core.errors import LossError, WeightError
 from ..core.weight import Reduction, as_plain, as_terms, check_terms, check_weight, is_number
 from .arguments import Arrays, Form, num_rows
 from .keys import Rng, for_micro_batch
@@ -75,10 +75,9 @@ class Run:
 
     def result(self, parameters: Any, shards: list[Shard] | None = None) -> Result:
         """What is reduced over devices is reduced here, once; `shards` are the parts of parameters that they keep."""
-        self.look(parameters)
         shards = shards or [Shard.inside(leaf, self.axes) for leaf in jax.tree.leaves(parameters)]
         parameters = vary(parameters, self.axes)
-        inputs = varying((parameters, self.arrays))
+        self.look(parameters)
         totals = self.totals() if self.has_totals else ()
 
         def body(sums: Sums, number: Any, size: int) -> tuple[Sums, list[Any]]:
@@ -95,10 +94,9 @@ class Run:
                 [times(leaf, count if way == "mean" else 1, s.dtype)
                  for (leaf, way), s in zip(self.combine.added(aux), sums.aux, strict=True)],
             )  # fmt: skip
-            found = Sums(found.gradient, *vary(found[1:], inputs))
-            return jax.tree.map(jnp.add, sums, found), self.combine.rows(aux)
+            return jax.tree.map(plus, sums, found), self.combine.rows(aux)
 
-        sums, rows = self.loop(body, self.zeros(parameters, inputs))
+        sums, rows = self.loop(body, self.zeros(parameters))
         sums = Sums([shard.reduce(g) for shard, g in zip(shards, sums.gradient, strict=True)],
                     *(lax.psum(sums[1:], self.axes) if self.axes else sums[1:]))  # fmt: skip
         return self.finished(sums, totals, rows, parameters)
@@ -108,16 +106,22 @@ class Run:
     def look(self, parameters: Any) -> None:
         """What the loss returns, from a trace that never runs."""
         micro_batch = self.micro_batch(0, self.size)
-        terms, self.aux_like = jax.eval_shape(self.loss, parameters, micro_batch)
+        self.terms_like, self.aux_like = jax.eval_shape(self.loss, parameters, micro_batch)
+        terms = self.terms_like
         for term in terms:
             if not hasattr(term, "shape") or term.shape or not jnp.issubdtype(term.dtype, jnp.floating):
-                raise LossError(f"the loss returned {term}: return a mean over the micro-batch, a real scalar")
+                raise LossError(
+                    f"the loss returned {term}: return a mean over the micro-batch, a real scalar, or a tuple of them"
+                )
         self.num_terms = len(terms)
         self.terms_dtype = jnp.result_type(*(term.dtype for term in terms))
         self.dtype = jnp.promote_types(self.terms_dtype, jnp.float32)
-        self.combine: Combine = combine(self.window.aux, self.aux_like, self.aux_of_more(parameters, micro_batch))
+        of_more = self.aux_of_more(parameters, micro_batch)
+        self.combine: Combine = combine(self.window.aux, self.aux_like, of_more, self.size)
         self.has_totals = self.window.weight is not None and self.num_terms > 1 and self.window.reduction == "mean"
         self.is_divided = self.window.reduction == "mean" and not self.has_totals
+        weights = jax.eval_shape(lambda: [jnp.asarray(weight) for weight in self.weights(micro_batch)])
+        self.weights_vary = varying(weights) | set(self.axes)
 
     def aux_of_more(self, parameters: Any, micro_batch: Arrays) -> Any:
         """The shapes of aux for twice as many samples."""
@@ -131,27 +135,31 @@ class Run:
 
         def body(totals: tuple[Any, ...], number: Any, size: int) -> tuple[tuple[Any, ...], list[Any]]:
             weights = self.weights(self.micro_batch(number, size))
-            return tuple(t + vary(jnp.asarray(w, self.dtype), inputs) for t, w in zip(totals, weights, strict=True)), []
+            return tuple(plus(t, jnp.asarray(w, self.dtype)) for t, w in zip(totals, weights, strict=True)), []
 
-        inputs = varying(self.arrays)
-        zeros = (vary(jnp.zeros((), self.dtype), inputs),) * self.num_terms
+        zeros = (vary(jnp.zeros((), self.dtype), self.weights_vary),) * self.num_terms
         totals, _ = self.loop(body, zeros)
         return lax.psum(totals, self.axes) if self.axes else totals
 
-    def zeros(self, parameters: Any, inputs: frozenset[str]) -> Sums:
+    def zeros(self, parameters: Any) -> Sums:
         def like(parameter: Any) -> Any:
             dtype = self.window.accumulate_dtype or jnp.promote_types(parameter.dtype, jnp.float32)
             return jnp.zeros_like(parameter, jnp.promote_types(parameter.dtype, dtype))
 
-        zero = jnp.zeros((), self.dtype)
-        aux = [jnp.zeros(leaf.shape, self.wide(leaf, way)) for leaf, way in self.combine.added(self.aux_like)]
-        rest = vary(([zero] * self.num_terms, zero, aux), inputs)
-        return Sums([like(p) for p in jax.tree.leaves(parameters)], *rest)
+        def beside(leaf: Any, dtype: Any) -> Any:
+            return vary(jnp.zeros(leaf.shape, dtype), self.weights_vary | varying(leaf))
+
+        return Sums(
+            [like(p) for p in jax.tree.leaves(parameters)],
+            [beside(term, self.dtype) for term in self.terms_like],
+            vary(jnp.zeros((), self.dtype), self.weights_vary),
+            [beside(leaf, self.wide(leaf, way)) for leaf, way in self.combine.added(self.aux_like)],
+        )
 
     def wide(self, leaf: Any, way: str) -> Any:
         """The dtype in which leaves of aux are added up."""
         if is_whole(leaf):
-            return leaf.dtype if way == "sum" else self.dtype
+            return jnp.promote_types(leaf.dtype, jnp.int32) if way == "sum" else self.dtype
         return jnp.promote_types(leaf.dtype, jnp.float32)
 
     # --- one micro-batch -------------------------------------------------------------------------------------
@@ -180,7 +188,9 @@ class Run:
         if not self.window.has_aux:
             return as_terms(found), None
         if not (isinstance(found, tuple) and len(found) == 2):
-            raise LossError("with has_aux the loss returns a pair, (loss, aux), but this one returned none")
+            raise LossError(
+                f"with has_aux the loss returns a tuple, (loss, aux), but this one a {type(found).__name__}"
+            )
         return as_terms(found[0]), found[1]
 
     def weights(self, micro_batch: Arrays) -> tuple[Any, ...]:
@@ -188,6 +198,8 @@ class Run:
         if self.window.weight is None:
             return ()
         found = as_terms(self.window.weight(*self.form.batch(micro_batch)))
+        if isinstance(found[0], list):
+            raise WeightError("weight returned a list: return a number, an array, or a tuple with one for each term")
         check_terms(self.num_terms, len(found))
         check_weight(tuple(as_plain(w) for w in found if is_number(w)), of="a micro-batch")
         return tuple(as_plain(w) if is_number(w) else jnp.sum(w, dtype=self.dtype) for w in found)
@@ -258,6 +270,10 @@ class Run:
             for leaf, (like, way) in zip(sums.aux, self.combine.added(self.aux_like), strict=True)
         ]
         return Result(value.astype(self.terms_dtype), gradient, rows, added)
+
+
+def plus(sums: Any, found: Any) -> Any:
+    return sums + vary(found, varying(sums))
 
 
 def times(value: Any, factor: Any, dtype: Any) -> Any:

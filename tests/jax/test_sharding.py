@@ -246,6 +246,49 @@ def test_parameters_spread_over_another_axis(kind):
     assert found[1]["first"]["kernel"].sharding.spec == P(None, "model")
 
 
+@pytest.mark.parametrize("spec", [P("data", "model"), P(("data", "model")), P(None, ("model", "data"))], ids=str)
+def test_parameters_spread_over_both(spec):
+    mesh, sharding = make_mesh("one axis of two", EXPLICIT)
+    w, x = np.linspace(-1, 1, 64 * 4).reshape(64, 4), samples(40)[0]["x"]
+
+    def loss(w, x):
+        return jnp.square(jnp.einsum("bi,io->bo", x, jax.reshard(w, P()), out_sharding=P())).mean()
+
+    with jax.set_mesh(mesh):
+        value, grads = jax.jit(value_and_grad(loss, 12))(on(mesh, w, spec), jax.device_put(x, sharding))
+    assert_equal((value, grads), jax.value_and_grad(lambda w, x: jnp.square(x @ w).mean())(jnp.asarray(w), x))
+    assert grads.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+
+
+@KINDS
+def test_what_goes_whole_may_be_spread(kind):
+    """A teacher's parameters, spread over the axis of the batch."""
+    mesh, sharding = make_mesh("four devices", kind)
+
+    def loss(params, x, *, teacher):
+        return jnp.square(x @ params - x @ teacher).mean()
+
+    w, teacher, x = np.ones((64, 4)), np.linspace(-1, 1, 256).reshape(64, 4), samples(40)[0]["x"]
+    ours = jax.jit(value_and_grad(loss, 12, sharding=sharding if kind == AUTO else None))
+    found = ours(on(mesh, w), jax.device_put(x, sharding), teacher=on(mesh, teacher, P("data")))
+    assert_equal(found, jax.value_and_grad(loss)(jnp.asarray(w), x, teacher=teacher))
+
+
+@KINDS
+def test_a_loss_with_a_loop_of_its_own(kind):
+    """A recurrent net: its loop begins with zeros, which are the same on all devices."""
+    mesh, sharding = make_mesh("four devices", kind)
+
+    def loss(w, x):
+        steps = x.reshape(len(x), 8, 8).swapaxes(0, 1)
+        hidden, _ = lax.scan(lambda h, xt: (jnp.tanh(xt @ w + h), None), jnp.zeros((len(x), 8)), steps)
+        return jnp.square(hidden).mean()
+
+    w, x = jnp.linspace(-1, 1, 64).reshape(8, 8), samples(40)[0]["x"]
+    ours = jax.jit(value_and_grad(loss, 12, sharding=sharding if kind == AUTO else None))
+    assert_equal(ours(on(mesh, w), jax.device_put(x, sharding)), jax.jit(jax.value_and_grad(loss))(w, x))
+
+
 # --- inside of a shard_map of the user's -----------------------------------------------------------------------
 
 
@@ -274,6 +317,41 @@ def test_shard_map_with_keys_by_sample():
     mapped = jax.shard_map(ours, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P())
     found = jax.jit(mapped)(classifier(), jax.device_put(batch, sharding), key)
     assert_equal(found, jax.jit(jax.value_and_grad(dropout))(classifier(), batch, jax.random.split(key, 40)))
+
+
+def test_models_of_their_own():
+    """Every device trains another model: whether it does cannot be seen, so it has to be said."""
+    mesh, sharding = make_mesh("four devices", AUTO)
+    w, x = np.linspace(-1, 1, 256).reshape(4, 64), samples(40)[0]["x"]
+
+    def loss(w, x):
+        return jnp.square(x @ w).mean()
+
+    def train(**options):
+        def local(w, x):
+            return jax.tree.map(lambda leaf: leaf[None], value_and_grad(loss, 3, **options)(w[0], x))
+
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(w, x)
+
+    with pytest.raises(OptionError, match="parameters differ over 'data' as the batch does"):
+        train()
+    right = jax.vmap(jax.value_and_grad(loss))(w, x.reshape(4, 10, 64))
+    assert_equal(train(axes=()), right)
+
+
+def test_tensor_parallel_in_a_shard_map():
+    """The value is the same on all devices of the other axis, since the loss makes it so."""
+    mesh, _ = make_mesh("one axis of two", AUTO)
+    w, x = np.linspace(-1, 1, 256).reshape(64, 4), samples(40)[0]["x"]
+
+    def loss(w, x):
+        return lax.psum(jnp.square(x @ w).mean(), "model")
+
+    ours = jax.shard_map(
+        value_and_grad(loss, 3), mesh=mesh, in_specs=(P(None, "model"), P("data")), out_specs=(P(), P(None, "model"))
+    )
+    right = jax.value_and_grad(lambda w, x: 2 * jnp.square(x @ w).mean())(jnp.asarray(w), x)
+    assert_equal(jax.jit(ours)(w, x), right)
 
 
 def test_what_is_summed_by_the_type_of_a_value_is_wrong():

@@ -1,5 +1,8 @@
 """Arguments, keys, aux, transformations: all that a stand-in for jax.value_and_grad is asked."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,20 +99,62 @@ def test_arguments_that_cannot_be_hashed():
     assert_equal(value_and_grad(loss, 3)(*args), jax.value_and_grad(loss)(*args))
 
 
-def test_nothing_is_compiled_twice():
-    """Outside of jit too: the loss is traced for the first call only."""
-    traces = []
+TRACES = []
 
-    def loss(params, batch):
-        traces.append(1)
-        return samples_loss(params, batch), {"a": 1.0}
 
+def traced_loss(params, batch):
+    TRACES.append(1)
+    return samples_loss(params, batch), {"a": jnp.ones(())}
+
+
+@pytest.mark.parametrize("is_made_anew", [True, False])
+def test_nothing_is_compiled_twice(is_made_anew):
+    """Outside of jit too, and also where the function is made in every round of a loop."""
     params = classifier()
-    value_and_grad(loss, 3, has_aux=True, aux={"a": "mean"})(params, BATCH)
-    num = len(traces)
+    options = {"has_aux": True, "aux": {"a": "mean"}}
+    ours = value_and_grad(traced_loss, 3, **options)
+    ours(params, BATCH)
+    num = len(TRACES)
     for _ in range(3):
-        value_and_grad(loss, 3, has_aux=True, aux={"a": "mean"})(params, BATCH)
-    assert len(traces) == num
+        (value_and_grad(traced_loss, 3, **options) if is_made_anew else ours)(params, BATCH)
+    assert len(TRACES) == num
+
+
+def test_nothing_stale_is_kept():
+    """What a loss holds, and what it is handed, may change between two calls."""
+
+    class Scaled:
+        scale = 1.0
+
+        def loss(self, w, x):
+            return (w * x).mean() * self.scale
+
+    model = Scaled()
+    first = value_and_grad(model.loss, 2)(2.0, jnp.ones(5))[0]
+    model.scale = 3.0
+    assert value_and_grad(model.loss, 2)(2.0, jnp.ones(5))[0] == 3 * first
+
+    ours = value_and_grad(lambda w, x, config: (w * x).mean() * config.scale, 2)
+    assert ours(2.0, jnp.ones(5), model)[0] == 6
+    model.scale = 1.0
+    assert ours(2.0, jnp.ones(5), model)[0] == 2
+
+    sign = value_and_grad(lambda w, x, zero: (w * x).mean() * np.copysign(1.0, zero), 2)
+    assert [float(sign(2.0, jnp.ones(5), zero)[0]) for zero in (0.0, -0.0)] == [2.0, -2.0]
+
+
+def test_what_a_loss_closes_over_is_let_go():
+    class Big:
+        pass
+
+    def call():
+        big = Big()
+        value_and_grad(lambda w, x: (w * x).mean() * (big is not None), 2)(2.0, jnp.ones(5))
+        return weakref.ref(big)
+
+    gone = call()
+    gc.collect()
+    assert gone() is None
 
 
 def test_parameters_of_any_kind():
@@ -135,6 +180,8 @@ def test_batches_of_any_kind():
     for stack in (np.asarray, jnp.asarray):
         batch = (stack(X), [stack(Y)]), None, "digits", 1.0
         assert_equal(value_and_grad(loss, 4)(params, batch), right)
+    named = {**BATCH, "id": np.array(["a"] * 13)}  # what JAX cannot hold
+    assert_equal(value_and_grad(samples_loss, 4)(params, named), right)
 
 
 # --- keys --------------------------------------------------------------------------------------------------------
@@ -195,11 +242,38 @@ def test_keys_of_the_users_are_cut():
 
 
 def test_a_key_or_labels():
-    def loss(w, x, y):
-        return (w * x * y).mean()
+    def loss(w, x, y=None, *, size=None):
+        return (w * x).mean()
 
-    with pytest.raises(OptionError, match="a batch of 2 samples may be a key or labels"):
-        value_and_grad(loss, 1)(1.0, jnp.ones(2), jnp.ones(2, jnp.uint32))
+    with pytest.raises(OptionError, match="a batch of 2 samples, may be a key or labels"):
+        value_and_grad(loss, 2)(1.0, jnp.ones(2), jnp.ones(2, jnp.uint32))
+    with pytest.raises(OptionError, match="the argument size, 2 unsigned integers, may be a key or numbers"):
+        value_and_grad(loss, 2)(1.0, jnp.ones(5), size=jnp.ones(2, jnp.uint32))
+
+
+@pytest.mark.parametrize("rng", ["per_micro_batch", "per_sample"])
+def test_arrays_of_keys(rng):
+    """A key for each of three layers, by keyword: in every micro-batch, or for every sample, other ones."""
+
+    def loss(w, x, *, layers):
+        if rng == "per_sample":
+            assert layers.shape == (len(x), 3)
+            return (w * x).mean(), jax.vmap(jax.vmap(jax.random.uniform))(layers)
+        assert layers.shape == (3,)
+        return (w * x).mean(), jnp.broadcast_to(jax.vmap(jax.random.uniform)(layers), (len(x), 3))
+
+    ours = value_and_grad(loss, 5, has_aux=True, rng=rng)
+    (_, drawn), _ = ours(1.0, jnp.ones(13), layers=jax.random.split(jax.random.key(0), 3))
+    assert len(np.unique(drawn)) == (39 if rng == "per_sample" else 9)
+
+
+def test_raw_keys_of_another_kind():
+    def loss(w, x, *, rng):
+        return (w * x).mean(), jnp.full(len(x), jax.random.uniform(rng))
+
+    with jax.default_prng_impl("rbg"):
+        (_, drawn), _ = value_and_grad(loss, 5, has_aux=True)(1.0, jnp.ones(13), rng=jax.random.PRNGKey(0))
+    assert len(np.unique(drawn)) == 3
 
 
 # --- aux ---------------------------------------------------------------------------------------------------------
@@ -258,7 +332,20 @@ def test_aux_that_cannot_be_as_asked():
     ):
         with pytest.raises(OptionError, match=sentence):
             value_and_grad(with_aux, 3, has_aux=True, aux=way)(params, BATCH)
-    with pytest.raises(LossError, match="returns a pair"):
+    for odd in (
+        lambda x: x.reshape(-1),
+        lambda x: x.T,
+        lambda x: x[1:],
+        lambda x: x @ x.T,
+        lambda x: jnp.repeat(x, 2, 0),
+    ):
+        with pytest.raises(OptionError, match="the samples, and nothing else, along its leading axis"):
+            value_and_grad(lambda w, x, odd=odd: ((w * x).mean(), odd(x)), 3, has_aux=True)(1.0, X)
+    with pytest.raises(OptionError, match=r"aux\['ok'\] is true or false for each micro-batch"):
+        value_and_grad(lambda w, x: ((w * x).mean(), {"ok": jnp.all(x > 0)}), 3, has_aux=True)(1.0, X)
+    counted = value_and_grad(lambda w, x: ((w * x).mean(), jnp.all(x >= 0)), 3, has_aux=True, aux="sum")(1.0, X)
+    assert counted[0][1] == 5
+    with pytest.raises(LossError, match=r"returns \(loss, aux\), but this one a"):
         value_and_grad(samples_loss, 3, has_aux=True)(params, BATCH)
 
 
@@ -359,6 +446,13 @@ def test_in_a_scan_over_batches():
         (lambda p: value_and_grad(samples_loss)(p), BatchError, "without an array that can be cut"),
         (lambda p: value_and_grad(loss_xy)(p, X[:0], Y[:0]), BatchError, "has 0 samples"),
         (lambda p: value_and_grad(lambda p, x: x, 2)(p, X), LossError, "a real scalar"),
+        (
+            lambda p: value_and_grad(loss_xy, 1)(p, X, y=Y),
+            BatchError,
+            "goes whole .* has 13 rows, as many as the batch",
+        ),
+        (lambda p: value_and_grad(samples_loss)({**p, "f": jnp.tanh}, BATCH), OptionError, "the parameters hold a"),
+        (lambda p: value_and_grad(loss_xy, 2, weight=lambda x, y: [1])(p, X, Y), WeightError, "returned a list"),
         (lambda p: value_and_grad(lambda p, x: (x.sum(), 3), 2)(p, X), LossError, "a real scalar"),
         (lambda p: value_and_grad(loss_xy, 2, weight=lambda x, y: -1)(p, X, Y), WeightError, "is -1"),
         (lambda p: value_and_grad(loss_xy, 2, weight=lambda x, y: np.nan)(p, X, Y), WeightError, "is nan"),
