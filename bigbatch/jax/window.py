@@ -188,9 +188,7 @@ class Run:
         if not self.window.has_aux:
             return as_terms(found), None
         if not (isinstance(found, tuple) and len(found) == 2):
-            raise LossError(
-                f"with has_aux the loss returns a tuple, (loss, aux), but this one a {type(found).__name__}"
-            )
+            raise LossError("with has_aux the loss returns (loss, aux), but this one returned something else")
         return as_terms(found[0]), found[1]
 
     def weights(self, micro_batch: Arrays) -> tuple[Any, ...]:

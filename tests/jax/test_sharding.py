@@ -321,7 +321,7 @@ def test_shard_map_with_keys_by_sample():
 
 def test_models_of_their_own():
     """Every device trains another model: whether it does cannot be seen, so it has to be said."""
-    mesh, sharding = make_mesh("four devices", AUTO)
+    mesh, _ = make_mesh("four devices", AUTO)
     w, x = np.linspace(-1, 1, 256).reshape(4, 64), samples(40)[0]["x"]
 
     def loss(w, x):
