@@ -15,7 +15,7 @@ from bigbatch.jax import multi_steps, value_and_grad
 from .tables import RESULTS, about, markdown_table, write_table
 from .timing import compare, interleaved
 
-ROUNDS, WARMUP = 60, 2
+ROUNDS, WARMUP = 120, 3
 STEPS = 25
 """In a turn: training makes one step after the other, and the first after another contestant's is slower."""
 BATCH_SIZE, MICRO_BATCH_SIZE = 256, 32
@@ -52,8 +52,8 @@ def optax_microbatch(params: Any, batch: Any) -> Any:
 
 
 def in_one_call(gradient_of: Callable[..., Any], batch: Any) -> Callable[[], Any]:
-    """Steps of SGD, each one compiled call."""
-    optimizer = optax.sgd(0.1)
+    """Steps of Adam, each one compiled call."""
+    optimizer = optax.adam(1e-3)
 
     @jax.jit
     def step(params: Any, state: Any) -> Any:
@@ -98,7 +98,7 @@ def stepping(step: Callable[..., Any], params: Any, optimizer: Any) -> Callable[
 def check(contestants: dict[str, Callable[[], Any]]) -> None:
     """All lead to the same weights: the micro-batches are equal here, so even a mean of means is right."""
     found = [jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(turn())]) for turn in contestants.values()]
-    assert all(jnp.abs(weights - found[0]).max() < 1e-5 for weights in found)
+    assert all(jnp.abs(weights - found[0]).max() < 1e-4 for weights in found)
 
 
 def time_rows() -> list[list[str]]:
@@ -112,8 +112,8 @@ def time_rows() -> list[list[str]]:
             value_and_grad(loss, MICRO_BATCH_SIZE, weight=lambda batch: (batch[1] >= 0).sum()), batch
         ),
         "optax, `microbatch`": in_one_call(optax_microbatch, batch),
-        "bigbatch, `multi_steps`, fed": fed(multi_steps(optax.sgd(0.1), NUM), batch, weight=MICRO_BATCH_SIZE),
-        "optax, `MultiSteps`, fed": fed(optax.MultiSteps(optax.sgd(0.1), NUM), batch),
+        "bigbatch, `multi_steps`, fed": fed(multi_steps(optax.adam(1e-3), NUM), batch, weight=MICRO_BATCH_SIZE),
+        "optax, `MultiSteps`, fed": fed(optax.MultiSteps(optax.adam(1e-3), NUM), batch),
     }
     check(contestants)
     times = interleaved(contestants, ROUNDS, WARMUP)
