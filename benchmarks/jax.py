@@ -1,6 +1,7 @@
 """JAX: what a window costs beside the full batch, a scan by hand and optax: `python -m benchmarks.jax`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -55,7 +56,7 @@ def in_one_call(gradient_of: Callable[..., Any], batch: Any) -> Callable[[], Any
     """Steps of Adam, each one compiled call."""
     optimizer = optax.adam(1e-3)
 
-    @jax.jit
+    @partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, state: Any) -> Any:
         _, grads = gradient_of(params, batch)
         updates, state = optimizer.update(grads, state, params)
@@ -64,10 +65,10 @@ def in_one_call(gradient_of: Callable[..., Any], batch: Any) -> Callable[[], Any
     return stepping(step, mlp(), optimizer)
 
 
-def fed(optimizer: Any, batch: Any, **extra: Any) -> Callable[[], Any]:
+def fed(optimizer: Any, batch: Any, *, is_donated: bool, **extra: Any) -> Callable[[], Any]:
     """Micro-batches one at a time, each one compiled call."""
 
-    @jax.jit
+    @partial(jax.jit, donate_argnums=(0, 1) if is_donated else ())
     def micro_step(params: Any, state: Any, micro_batch: Any) -> Any:
         grads = jax.grad(loss)(params, micro_batch)
         updates, state = optimizer.update(grads, state, params, **extra)
@@ -85,7 +86,7 @@ def fed(optimizer: Any, batch: Any, **extra: Any) -> Callable[[], Any]:
 
 
 def stepping(step: Callable[..., Any], params: Any, optimizer: Any) -> Callable[[], Any]:
-    held = [params, optimizer.init(params)]
+    held = jax.tree.map(partial(jnp.array, copy=True), [params, optimizer.init(params)])  # one each, to be given up
 
     def turn() -> Any:
         for _ in range(STEPS):
@@ -112,9 +113,12 @@ def time_rows() -> list[list[str]]:
             value_and_grad(loss, MICRO_BATCH_SIZE, weight=lambda batch: (batch[1] >= 0).sum()), batch
         ),
         "optax, `microbatch`": in_one_call(optax_microbatch, batch),
-        "bigbatch, `multi_steps`, fed": fed(multi_steps(optax.adam(1e-3), NUM), batch, weight=MICRO_BATCH_SIZE),
-        "optax, `MultiSteps`, fed": fed(optax.MultiSteps(optax.adam(1e-3), NUM), batch),
     }
+    for suffix, is_donated in (("", True), (", not donated", False)):
+        ours, theirs = multi_steps(optax.adam(1e-3), NUM), optax.MultiSteps(optax.adam(1e-3), NUM)
+        options = {"batch": batch, "is_donated": is_donated}
+        contestants[f"bigbatch, `multi_steps`, fed{suffix}"] = fed(ours, **options, weight=MICRO_BATCH_SIZE)
+        contestants[f"optax, `MultiSteps`, fed{suffix}"] = fed(theirs, **options)
     check(contestants)
     times = interleaved(contestants, ROUNDS, WARMUP)
     times = {name: times[name] for name in contestants}
