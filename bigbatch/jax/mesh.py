@@ -1,6 +1,6 @@
 """Devices: over which axes of a mesh a batch is spread, and what that means for a window."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ..core.errors import BatchError, OptionError
 
 Axes = tuple[str, ...]
+SPREADING = ("sharding_constraint", "reshard", "mesh_cast", "shard_map", "custom_partitioning")
+OF_A_BATCH = ("batch", "data", "dp", "fsdp", "replica")
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class Placement:
 
     mesh: Any
     axes: Axes
+    is_guess: bool = False
+    """Inside of `jit`, automatic axes do not show what is spread over them."""
 
     def share(self, micro_batch_size: int, num_samples: int) -> int:
         """How much of each micro-batch one device has: all take part in every one."""
@@ -47,15 +51,40 @@ def num_devices(mesh: Any, axes: Axes) -> int:
     return found
 
 
-def find_placement(rows: Sequence[Any], sharding: Any) -> Placement | None:
-    """Where the batch is, if that was told or can be seen: it can outside of `jit`, and on explicit axes inside too."""
+def find_placement(rows: Sequence[Any], sharding: Any, micro_batch_size: int) -> Placement | None:
+    """Where the batch is, if that was told, or can be seen or guessed."""
     if sharding is not None:
         return as_placement(sharding)
     found = {placement for row in rows if (placement := placement_of(row)) is not None}
     if len(found) > 1:
         axes = " and over ".join(sorted(str(placement.axes) for placement in found))
         raise BatchError(f"the arrays of the batch are spread over {axes}: spread all of them over the same axes")
-    return next(iter(found), None)
+    return next(iter(found), None) or guess(rows, micro_batch_size)
+
+
+def guess(rows: Sequence[Any], micro_batch_size: int) -> Placement | None:
+    """The only axis of an automatic mesh, or those that are named as axes of a batch are."""
+    meshes = {jax.typeof(row).sharding.mesh for row in rows if isinstance(row, jax.core.Tracer)}
+    if len(meshes) != 1 or (mesh := meshes.pop()).empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        return None
+    axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
+    if len(axes) > 1:
+        axes = tuple(axis for axis in axes if axis in OF_A_BATCH)
+    num, num_samples = num_devices(mesh, axes), rows[0].shape[0]
+    is_shared = num > 1 and num_samples % num == 0 and (micro_batch_size >= num_samples or micro_batch_size % num == 0)
+    return Placement(mesh, axes, is_guess=True) if is_shared else None
+
+
+def names_axes(jaxpr: Any) -> bool:
+    """Whether a traced function says itself how something is spread, as in a sharding constraint."""
+
+    def inner(equation: Any) -> Iterator[Any]:
+        for value in equation.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if (found := getattr(part, "jaxpr", part)) is not None and hasattr(found, "eqns"):
+                    yield found
+
+    return any(eqn.primitive.name in SPREADING or any(map(names_axes, inner(eqn))) for eqn in jaxpr.eqns)
 
 
 def as_placement(sharding: Any) -> Placement | None:

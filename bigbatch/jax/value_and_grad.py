@@ -25,6 +25,7 @@ from .mesh import (
     find_placement,
     gathered,
     is_spread_both_ways,
+    names_axes,
     spread,
     varying,
 )
@@ -69,8 +70,8 @@ def value_and_grad(
     "concatenate", "sum", "mean" (by weight), or a nest of these; "auto" sees which of it has a row for each sample.
 
     A batch that devices share is accumulated on each and reduced once. How it is shared is seen outside of `jit` and
-    on explicit axes; else `sharding` says it, a NamedSharding, or names of axes of the mesh that is set. In a
-    `shard_map` with `check_vma=False`, `axes` names those to reduce over.
+    on explicit axes, and guessed from the mesh on others; `sharding` says it, a NamedSharding, or names of axes of the
+    mesh that is set. In a `shard_map`, `axes` names those to reduce over where that cannot be seen.
     """
     micro_batch_size = positive("micro_batch_size", micro_batch_size)
     check_reduction(reduction)
@@ -92,7 +93,7 @@ def value_and_grad(
         if current_mesh().manual_axes:
             inside = axes_inside(parameters, arrays.rows) if given is None else given
         elif given is None:
-            placement = find_placement(arrays.rows, sharding)
+            placement = find_placement(arrays.rows, sharding, micro_batch_size)
         is_kept = not is_traced((parameters, arrays)) and is_hashable(form)
         function = compiled if is_kept else functools.partial(compute, window)
         found, gradient = function(form, placement, inside or (), parameters, arrays)
@@ -176,6 +177,9 @@ def compute(
         combined.append(run.combine)
         return result
 
+    if placement is not None and placement.is_guess:
+        traced = jax.make_jaxpr(lambda leaves: call_loss(window, form, jax.tree.unflatten(structure, leaves), arrays))
+        placement = None if names_axes(traced(leaves).jaxpr) else placement
     if placement is None:
         result = on_device(window, axes, leaves, arrays)
     else:
@@ -184,6 +188,11 @@ def compute(
     if not window.has_aux:
         return result.value, gradient
     return (result.value, combined[-1].together(result.aux_rows, result.aux_added)), gradient
+
+
+def call_loss(window: Window, form: Form, parameters: Any, arrays: Arrays) -> Any:
+    args, kwargs = form.bind(parameters, arrays)
+    return window.loss(*args, **kwargs)
 
 
 def on_mesh(placement: Placement, window: Window, on_device: Any, leaves: list[Any], arrays: Arrays) -> Result:

@@ -126,13 +126,42 @@ def test_the_check_sees_reductions_in_loops():
     assert inside.get("all-reduce", 0) > 0
 
 
-def test_automatic_axes_that_nobody_names():
-    """Inside of jit they cannot be seen: exact all the same, and the batch is not gathered."""
-    mesh, sharding = make_mesh("four devices", AUTO)
-    params, batch = on(mesh, classifier()), jax.device_put(samples(48)[0], sharding)
-    outside, inside = collectives(value_and_grad(samples_loss, 8), params, batch)
-    assert "all-gather" not in outside | inside
-    found = jax.jit(value_and_grad(samples_loss, 8))(params, batch)
+@pytest.mark.parametrize(
+    ("shape", "axes", "spec"),
+    [((4,), ("a",), P("a")), ((2, 2), ("data", "model"), P("data")), ((2, 2), ("dp", "fsdp"), P(("dp", "fsdp")))],
+    ids=str,
+)
+def test_automatic_axes_that_nobody_names(shape, axes, spec):
+    """Inside of jit they do not show what is spread over them, but an only one, or one with a usual name, is tried."""
+    mesh = Mesh(np.array(jax.devices()).reshape(shape), axes)
+    batch = jax.device_put(samples(48)[0], NamedSharding(mesh, spec))
+    params = on(mesh, classifier())
+    ours = value_and_grad(samples_loss, 8)
+    assert collectives(ours, params, batch) == ({"all-reduce": 1}, {})
+    assert_equal(jax.jit(ours)(params, batch), jax.jit(jax.value_and_grad(samples_loss))(classifier(), samples(48)[0]))
+
+
+@pytest.mark.parametrize("how", ["odd names", "a constraint", "told not to", "sizes"])
+def test_automatic_axes_that_are_left_alone(how):
+    """Exact all the same, and the batch is not gathered; but gradients are reduced in every round."""
+    names = ("a", "b") if how == "odd names" else ("data", "b")
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), names)
+    sharding = NamedSharding(mesh, P(names[0]))
+    batch, params = jax.device_put(samples(48)[0], sharding), on(mesh, classifier())
+
+    def loss(params, batch):
+        if how == "a constraint":
+            x = jax.checkpoint(lambda x: lax.with_sharding_constraint(x, sharding))(batch["x"])
+            batch = {**batch, "x": x}
+        return samples_loss(params, batch)
+
+    ours = value_and_grad(loss, 3 if how == "sizes" else 8, sharding=P() if how == "told not to" else None)
+    with jax.set_mesh(mesh):
+        outside, inside = collectives(ours, params, batch)
+        found = jax.jit(ours)(params, batch)
+    assert inside.get("all-reduce", 0) + inside.get("all-gather", 0) > 0 or how == "sizes"
+    if how != "sizes":
+        assert "all-gather" not in outside | inside
     assert_equal(found, jax.jit(jax.value_and_grad(samples_loss))(classifier(), samples(48)[0]))
 
 
