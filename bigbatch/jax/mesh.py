@@ -1,5 +1,6 @@
 """Devices: over which axes of a mesh a batch is spread, and what that means for a window."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,10 +46,7 @@ class Placement:
 
 def num_devices(mesh: Any, axes: Axes) -> int:
     """Among how many devices the samples are shared."""
-    found = 1
-    for axis in axes:
-        found *= mesh.shape[axis]
-    return found
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def find_placement(rows: Sequence[Any], sharding: Any, micro_batch_size: int) -> Placement | None:
@@ -70,9 +68,12 @@ def guess(rows: Sequence[Any], micro_batch_size: int) -> Placement | None:
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
     if len(axes) > 1:
         axes = tuple(axis for axis in axes if axis in OF_A_BATCH)
-    num, num_samples = num_devices(mesh, axes), rows[0].shape[0]
-    is_shared = num > 1 and num_samples % num == 0 and (micro_batch_size >= num_samples or micro_batch_size % num == 0)
-    return Placement(mesh, axes, is_guess=True) if is_shared else None
+    placement = Placement(mesh, axes, is_guess=True)
+    try:
+        placement.share(micro_batch_size, rows[0].shape[0])
+    except (BatchError, OptionError):  # who was only guessed at is not asked to change sizes
+        return None
+    return placement if axes else None
 
 
 def names_axes(jaxpr: Any) -> bool:
@@ -111,12 +112,8 @@ def current_mesh() -> Any:
 
 
 def placement_of(row: Any) -> Placement | None:
-    sharding = jax.typeof(row).sharding if isinstance(row, jax.Array) else None
-    if sharding is not None and sharding.spec and sharding.spec[0] is not None:
-        return spread_over(sharding.mesh, axes_of(sharding.spec[0]))
-    if isinstance(row, jax.core.Tracer) or not isinstance(getattr(row, "sharding", None), NamedSharding):
-        return None
-    return spread_over(row.sharding.mesh, axes_of(row.sharding.spec[0] if len(row.sharding.spec) else None))
+    sharding = sharding_of(row)
+    return spread_over(sharding.mesh, axes_of(sharding.spec[0] if len(sharding.spec) else None))
 
 
 def spread_over(mesh: Any, axes: Axes) -> Placement | None:
@@ -170,7 +167,7 @@ class Shard:
     @classmethod
     def of(cls, parameter: Any, axes: Axes) -> "Shard":
         """Only axes of the batch count: what is spread over others stays as it is."""
-        spec = spec_of(parameter)
+        spec = sharding_of(parameter).spec
         dims = [(dim, tuple(axis for axis in axes_of(entry) if axis in axes)) for dim, entry in enumerate(spec)]
         return cls(axes, tuple((dim, found) for dim, found in dims if found))
 
@@ -201,13 +198,12 @@ class Shard:
         return lax.psum(gradient, rest) if rest else gradient
 
 
-def spec_of(array: Any) -> Any:
-    """How an array is spread, as far as that can be seen; nothing if it cannot."""
-    sharding = jax.typeof(array).sharding
-    if any(entry is not None for entry in sharding.spec) or isinstance(array, jax.core.Tracer):
-        return sharding.spec
-    found = getattr(array, "sharding", None)
-    return found.spec if isinstance(found, NamedSharding) else ()
+def sharding_of(array: Any) -> NamedSharding:
+    """How an array is spread, as far as that can be seen: its type says so on explicit axes, itself outside of jit."""
+    by_type = jax.typeof(array).sharding
+    is_seen = any(entry is not None for entry in by_type.spec) or isinstance(array, jax.core.Tracer)
+    itself = getattr(array, "sharding", None)
+    return itself if not is_seen and isinstance(itself, NamedSharding) else by_type
 
 
 def is_explicit(placement: Placement) -> bool:

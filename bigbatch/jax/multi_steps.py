@@ -11,6 +11,7 @@ import optax
 from ..core.errors import GradientError, LossError, OptionError, WeightError
 from ..core.weight import Reduction, check_reduction, check_weight, is_number
 from ..core.window import positive
+from .arguments import is_traced
 
 NonFinite = Literal["window", "micro_batch", "keep"]
 Steps = int | Callable[[jax.Array], Any]
@@ -111,8 +112,7 @@ def multi_steps(
     ) -> tuple[Any, MultiStepsState]:
         _check_gradients(grads, state.sums)
         given = _weight_of(weight, reduction)
-        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((grads, state, params, extra)))
-        function = traced if is_traced or not _are_numbers(extra) else compiled
+        function = traced if is_traced((grads, state, params, extra)) or not _are_numbers(extra) else compiled
         return function(grads, state, params, given, **extra)
 
     def traced(

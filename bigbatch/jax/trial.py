@@ -10,9 +10,10 @@ import numpy as np
 
 from ..core.audit import Gradient, Loop
 from ..core.diagnosis import Array
+from ..core.weight import scales, totals
 from ..core.window import cuts
 from .arguments import Arrays, Form, num_rows
-from .keys import for_samples
+from .keys import for_micro_batch, for_samples
 from .window import Run, Window
 
 
@@ -38,19 +39,19 @@ class Trial:
 
     def _draws(self) -> bool:
         """Whether another key gives another gradient."""
-        other = self.arrays._replace(keys=[jax.random.fold_in(key, 1) for key in self.arrays.keys])
+        other = self.arrays._replace(keys=for_micro_batch(self.arrays.keys, "per_micro_batch", 1, ()))
         found = zip(self._of(self.arrays).values(), self._of(other).values(), strict=True)
         return any(not np.array_equal(a, b, equal_nan=True) for a, b in found)
 
     def full(self) -> Gradient:
         if not self.draws:
             return self._of(self.arrays)
-        scales = self.right_scales()
+        right = self.right_scales()
 
         def loss(parameters: Any) -> Any:
             return sum(
                 scale * term
-                for micro_batch, row in zip(self.micro_batches, scales, strict=True)
+                for micro_batch, row in zip(self.micro_batches, right, strict=True)
                 for term, scale in zip(self.run.loss((parameters,), micro_batch)[0], row, strict=True)
                 if scale
             )
@@ -72,14 +73,13 @@ class Trial:
         return first, again
 
     def right_scales(self) -> Array:
-        weights = np.array([self._weights_of(micro_batch) for micro_batch in self.micro_batches], np.float64)
-        if self.reduction == "sum":
-            return np.ones_like(weights)
-        totals = weights.sum(0)
-        return np.divide(weights, totals, out=np.zeros_like(weights), where=totals != 0)
+        weights = [self._weights_of(micro_batch) for micro_batch in self.micro_batches]
+        total = totals(weights)
+        return np.array([scales(weight, total, self.reduction) for weight in weights])
 
-    def _weights_of(self, micro_batch: Arrays) -> tuple[Any, ...]:
-        return self.run.weights(micro_batch) or (num_rows(micro_batch),) * self.run.num_terms
+    def _weights_of(self, micro_batch: Arrays) -> tuple[float, ...]:
+        found = self.run.weights(micro_batch) or (num_rows(micro_batch),) * self.run.num_terms
+        return tuple(map(float, found))
 
     def notes(self) -> list[str]:
         if self.has_dropout:

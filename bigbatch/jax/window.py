@@ -113,6 +113,7 @@ class Run:
                 raise LossError(
                     f"the loss returned {term}: return a mean over the micro-batch, a real scalar, or a tuple of them"
                 )
+        self.check_unreduced(terms)
         self.num_terms = len(terms)
         self.terms_dtype = jnp.result_type(*(term.dtype for term in terms))
         self.dtype = jnp.promote_types(self.terms_dtype, jnp.float32)
@@ -207,7 +208,6 @@ class Run:
 
         def scaled(parameters: Any, scales: list[Any]) -> tuple[Any, Any]:
             terms, aux = self.loss(parameters, micro_batch)
-            self.check_unreduced(terms)
             return sum(times(term, s, self.terms_dtype) for term, s in zip(terms, scales, strict=True)), (terms, aux)
 
         gradient_of = jax.grad(scaled, has_aux=True)

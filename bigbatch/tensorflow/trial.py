@@ -11,7 +11,7 @@ import tensorflow as tf
 from ..core.audit import Gradient, Loop
 from ..core.diagnosis import Array
 from ..core.errors import BigBatchWarning, OptionError
-from ..core.weight import Reduction, as_terms
+from ..core.weight import Reduction, Terms, as_terms, scales, totals
 from ..core.window import Window, cuts
 from . import nest
 from .accumulator import Accumulator, Loss, Weight
@@ -74,16 +74,15 @@ class Trial:
         )
 
     def right_scales(self) -> Array:
-        weights = np.array([self._weight_of(k) for k in range(len(self.parts))], np.float64)
-        if self.reduction == "sum":
-            return np.ones_like(weights)
-        totals = weights.sum(0)
-        return np.divide(weights, totals, out=np.zeros_like(weights), where=totals != 0)
+        weights = [self._weight_of(k) for k in range(len(self.parts))]
+        total = totals(weights)
+        return np.array([scales(weight, total, self.reduction) for weight in weights])
 
-    def _weight_of(self, number: int) -> list[float]:
+    def _weight_of(self, number: int) -> Terms:
         if self.weight is None:
-            return [self.parts[number].stop - self.parts[number].start]
-        return [float(tf.reduce_sum(tf.cast(w, tf.float64))) for w in as_terms(self.weight(self.micro_batches[number]))]
+            return (self.parts[number].stop - self.parts[number].start,)
+        found = as_terms(self.weight(self.micro_batches[number]))
+        return tuple(float(tf.reduce_sum(tf.cast(w, tf.float64))) for w in found)
 
     def notes(self) -> list[str]:
         return list(self._notes)
