@@ -57,7 +57,7 @@ def leaves(nest: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def is_row(nest: Any) -> bool:
     """Whether this is a plain tuple of tensors: the usual case, which needs no detour."""
-    return type(nest) is tuple and all(isinstance(item, Tensor) for item in nest)
+    return type(nest) is tuple and set(map(type, nest)) == {Tensor}
 
 
 def tensors(nest: Any) -> list[Tensor]:
@@ -79,10 +79,11 @@ def is_empty(batch: Any) -> bool:
 
 def batch_size(batch: Any, name: str = "batch") -> int:
     """The size of the leading axis that all tensors share. A tensor without axes has none to share."""
-    sizes = {tensor.size(0) for tensor in tensors(batch) if tensor.ndim}
+    is_plain = is_row(batch)
+    sizes = {tensor.size(0) for tensor in (batch if is_plain else tensors(batch)) if tensor.ndim}
     if len(sizes) == 1 and 0 not in sizes:
         size = sizes.pop()
-        if not is_row(batch):
+        if not is_plain:
             _refuse_arrays(batch, name, size)
         return size
     if not sizes:
@@ -112,9 +113,9 @@ def _refuse_arrays(batch: Any, name: str, size: int) -> None:
 
 def cut(batch: Any, micro_batch_size: int) -> tuple[list[Any], list[int]]:
     """The micro-batches, as views where torch has them, and their sizes."""
-    parts = cuts(batch_size(batch), micro_batch_size)
-    rows = list(zip(*(_pieces(tensor, parts) for tensor in tensors(batch)), strict=True))
-    sizes = [part.stop - part.start for part in parts]
+    num_full, rest = divmod(batch_size(batch), micro_batch_size)
+    sizes = [micro_batch_size] * num_full + [rest] * (rest > 0)
+    rows = list(zip(*[_pieces(tensor, sizes) for tensor in tensors(batch)], strict=True))
     if is_row(batch):
         return rows, sizes
     return [map_tensors(_next_of(row), batch) for row in rows], sizes
@@ -138,13 +139,13 @@ def _next_of(row: tuple[Tensor, ...]) -> Callable[[Tensor], Tensor]:
     return lambda _: next(in_order)
 
 
-def _pieces(tensor: Tensor, parts: list[slice]) -> Sequence[Tensor]:
+def _pieces(tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     if tensor.ndim == 0:
-        return [tensor] * len(parts)
+        return [tensor] * len(sizes)
     if tensor.layout is torch.strided and not tensor.is_nested:
-        return tensor.split(parts[0].stop)  # type: ignore[no-any-return]
+        return tensor.split(sizes[0])  # type: ignore[no-any-return]
     if tensor.layout is torch.sparse_coo:
-        return [_piece(tensor, part) for part in parts]
+        return [_piece(tensor, part) for part in cuts(tensor.size(0), sizes[0])]
     raise BatchError(
         f"a tensor of the batch has the layout {tensor.layout}, which cannot be cut: "
         "pass it dense, or feed its micro-batches as a Window"
