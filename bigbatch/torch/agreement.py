@@ -4,7 +4,7 @@ from __future__ import annotations  # some builds of torch have no process group
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,7 @@ MAX_TERMS = 16
 """How many terms a loss may have where several ranks share it: a rank without data does not know how many."""
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """What one rank brings to a step."""
 
     total: Terms = ()
@@ -32,8 +31,7 @@ class Share:
     """Whether the model of this rank is still waiting for a backward pass that will not come."""
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """What all ranks together bring to a step."""
 
     total: Terms

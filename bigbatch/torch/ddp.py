@@ -4,7 +4,6 @@ import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,7 +103,7 @@ class DataParallel(Shared):
     def agree(self, share: Share) -> Agreed:
         """What one rank has forgotten, all do: its buckets are made anew, which takes all of them."""
         self._forget()
-        agreed = super().agree(replace(share, is_unfinished=self._has_forgotten))
+        agreed = super().agree(share._replace(is_unfinished=self._has_forgotten))
 
         @functools.cache
         def then() -> Agreement:
