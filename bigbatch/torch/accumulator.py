@@ -1,6 +1,5 @@
 """The accumulator: cut, accumulate, reduce, clip, apply."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ from .replicas import Reduce
 from .saving import packed, unpacked
 from .sharing import replicas_of
 from .update import Update
-from .weight import Weight, check_all, on_host, read, weigh
+from .weight import Scales, Weight, check_all, on_host, read, weigh
 from .window import MicroBatch, OpenWindow, values_of
 
 if TYPE_CHECKING:
@@ -147,20 +146,22 @@ class Accumulator(Update):
         """The step of a window whose micro-batches are all at hand; on a rank without any, of those of the others."""
         sums = Sums()
         losses: list[list[Any]] = []
-        scales_of = functools.cache(lambda weight: scales(weight, agreed().total, self.reduction))
+        scales_of = Scales(agreed, self.reduction)
         self._replicas.begin([micro_batch for micro_batch, _ in passes], agreed)
         with self._replicas.window(), self._gradients.collecting(sums) as collection:
             for number, (micro_batch, weight) in enumerate(passes):
-                is_last = self._replicas.is_last(number, len(passes), agreed, is_whole=self._is_whole(weight))
+                is_last = self._replicas.is_shared and self._replicas.is_last(
+                    number, len(passes), agreed, is_whole=self._is_whole(weight)
+                )
                 with self._replicas.passing(is_last=is_last):
                     losses.append(self._accumulate(loss, micro_batch, weight, scales_of, collection))
             for number in range(len(passes), self._replicas.num_passes(agreed)):
                 with self._replicas.passing(is_last=self._replicas.is_last(number, len(passes), agreed)):
                     self._add_nothing(loss)
-            if agreed().has_weight(self.reduction):
+            if self._replicas.is_shared and agreed().has_weight(self.reduction):
                 self._replicas.complete(collection, is_whole=all(self._is_whole(weight) for _, weight in passes))
-        gradients.scale(gradients.values(sums), sums.unit)
-        summed = self._replicas.sum_losses(losses, [scales_of(w) for _, w in passes], len(agreed().total))
+        gradients.scale(sums, sums.unit)
+        summed = self._replicas.sum_losses(losses, [scales_of[w] for _, w in passes], len(agreed().total))
         return self._apply(sums, summed, agreed(), micro_batch_size)
 
     def _accumulate(
@@ -168,25 +169,23 @@ class Accumulator(Update):
         loss: Loss,
         micro_batch: Any,
         weight: Terms,
-        scales_of: Callable[[Terms], Terms],
+        scales_of: Scales,
         collection: Collection,
     ) -> list[Any]:
         """Adds the gradient of one micro-batch; returns its losses and lets go of everything else."""
-        with self._precision.autocast():
-            terms = as_terms(loss(self.model, micro_batch))
+        terms = self._precision.terms(loss, self.model, micro_batch)
         checks.check_loss(terms, len(weight))
         collection.check()
         is_any_low = any(map(is_low, terms))
         self._replicas.see_loss(is_low=is_any_low)
-        scale = times(scales_of(weight), self._replicas.divisor)
-        with self._precision.backward_pass():
-            if is_any_low:
-                for t, term in enumerate(terms):
-                    self._add_unscaled(term, scale[t], collection, keep_graph=t < len(terms) - 1)
-            else:
-                collection.in_units_of(1.0)
-                self._precision.backward(terms, scale)
-                collection.added()
+        scale = times(scales_of[weight], self._replicas.divisor)
+        if is_any_low:
+            for t, term in enumerate(terms):
+                self._add_unscaled(term, scale[t], collection, keep_graph=t < len(terms) - 1)
+        else:
+            collection.in_units_of(1.0)
+            self._precision.backward(terms, scale)
+            collection.added()
         return values_of(terms)
 
     def _add_unscaled(self, term: Tensor, scale: Any, collection: Collection, *, keep_graph: bool) -> None:
@@ -199,10 +198,8 @@ class Accumulator(Update):
     def _add_nothing(self, loss: Loss) -> None:
         """Goes through the model for the sake of ranks that have more micro-batches; what it adds counts zero."""
         with self._replicas.buffers_kept():
-            with self._precision.autocast():
-                terms = as_terms(loss(self.model, self._replicas.spare))
-            with self._precision.backward_pass():
-                self._precision.backward(terms, tuple(torch.zeros_like(term) for term in terms))
+            terms = self._precision.terms(loss, self.model, self._replicas.spare)
+            self._precision.backward(terms, tuple(torch.zeros_like(term) for term in terms))
 
     def _micro_batches(self, batch: Any) -> tuple[Sequence[Any], list[int]]:
         """The micro-batches, and their sizes where those are known or needed."""
@@ -278,17 +275,16 @@ class Accumulator(Update):
         self._replicas.see_loss(is_low=is_any_low)
         # with a scaler, a large weight would overflow in float16
         is_outside = is_any_low or (self.scaler is not None and not self._replicas.is_sharded)
-        with self._precision.backward_pass():
-            for t, (loss, sums) in enumerate(zip(losses, window.sums, strict=True)):
-                keep_graph = t < len(losses) - 1
-                with self._gradients.collecting(sums) as collection:
-                    micro.has_begun = True
-                    if is_outside:
-                        self._add_unscaled(loss, scale[t], collection, keep_graph=keep_graph)
-                    else:
-                        collection.in_units_of(1.0)
-                        self._precision.backward((loss,), scale[t : t + 1], keep_graph=keep_graph)
-                        collection.added()
+        for t, (loss, sums) in enumerate(zip(losses, window.sums, strict=True)):
+            keep_graph = t < len(losses) - 1
+            with self._gradients.collecting(sums) as collection:
+                micro.has_begun = True
+                if is_outside:
+                    self._add_unscaled(loss, scale[t], collection, keep_graph=keep_graph)
+                else:
+                    collection.in_units_of(1.0)
+                    self._precision.backward((loss,), scale[t : t + 1], keep_graph=keep_graph)
+                    collection.added()
         window.tally.add(weight)
         window.losses.append(values_of(losses))
 
@@ -340,14 +336,14 @@ class Accumulator(Update):
         sums = Sums()
         factors = times(window.tally.factors(agreement.total), self._replicas.divisor)
         for term, factor in zip(window.sums, factors, strict=True):
-            gradients.scale(gradients.values(term), term.unit * factor)
+            gradients.scale(term, term.unit * factor)
             gradients.add(sums, term)
             term.clear()
         if agreement.has_weight(self.reduction) and self._replicas.is_shared:
             with self._replicas.window(), self._gradients.collecting(sums) as collection:
                 self._replicas.complete(collection, is_whole=all(map(self._is_whole, weights)))
             if self._replicas.holds_gradients:  # they were inside of the model until now
-                gradients.scale(gradients.values(sums), factors[0])
+                gradients.scale(sums, factors[0])
         return sums
 
     def _is_whole(self, weight: Terms) -> bool:

@@ -30,7 +30,7 @@ class Gradients:
     ) -> None:
         self._optimizer = optimizer
         self._names = names
-        self._dtype = dtype
+        self._dtype = dtype or torch.float32
         self._takes_wide: bool | None = None
 
     @property
@@ -40,7 +40,7 @@ class Gradients:
 
     def wide_dtype(self, parameter: Tensor) -> torch.dtype:
         """The dtype in which this parameter's gradients are added up: at least float32."""
-        return _promoted(parameter.dtype, self._dtype or torch.float32)
+        return _promoted(parameter.dtype, self._dtype)
 
     def is_widened(self, parameter: Tensor) -> bool:
         return self.wide_dtype(parameter) != parameter.dtype
@@ -54,7 +54,7 @@ class Gradients:
         """
         parameters = self.parameters
         self.refuse_foreign(parameters)
-        wide = [p for p in parameters if self.is_widened(p)]
+        wide = [p for p in parameters if _promoted(p.dtype, self._dtype) != p.dtype]
         restore = [_widen(p, self.wide_dtype(p), sums) for p in wide]
         by_hook: Container[Tensor] = () if HAS_GRAD_DTYPE else set(wide)
         try:
@@ -62,7 +62,7 @@ class Gradients:
                 if p not in by_hook:
                     p.grad = g
             yield Collection(parameters, sums, by_hook)
-            sums.update((p, p.grad) for p in parameters if p.grad is not None)
+            sums.update([(p, g) for p in parameters if (g := p.grad) is not None])
         except BaseException:
             sums.clear()
             raise
@@ -94,8 +94,8 @@ class Gradients:
         can take it as it is.
         """
         restore = []
-        for p in list(sums):
-            g = sums.pop(p)
+        while sums:
+            p, g = sums.popitem()
             if g.dtype == p.dtype:
                 p.grad = g
             elif self._optimizer_takes_wide(p, g.dtype):
@@ -142,9 +142,9 @@ def values(sums: Sums) -> list[Tensor]:
     return [_values(g) for g in sums.values()]
 
 
-def scale(tensors: list[Tensor], factor: Any) -> None:
-    if tensors and (isinstance(factor, Tensor) or factor != 1.0):
-        torch._foreach_mul_(tensors, factor)
+def scale(sums: Sums, factor: Any) -> None:
+    if sums and (isinstance(factor, Tensor) or factor != 1.0):
+        torch._foreach_mul_(values(sums), factor)
 
 
 def add(sums: Sums, others: Sums) -> None:
@@ -160,7 +160,7 @@ def norm(sums: Sums) -> float:
     tensors = values(sums)
     if not tensors:
         return 0.0
-    if any(is_sharded(g) for g in sums.values()):
+    if any(map(is_sharded, sums.values())):
         return norm_over_ranks(list(sums.values()))
     total = _norm(torch._foreach_norm(tensors))
     if not math.isfinite(total) and all(bool(torch.isfinite(t).all()) for t in tensors):
@@ -170,18 +170,19 @@ def norm(sums: Sums) -> float:
 
 
 def _norm(norms: Sequence[Tensor]) -> float:
-    if all(n.device.type == "cpu" for n in norms):
-        return math.hypot(*(n.item() for n in norms))
+    if all(n.is_cpu for n in norms):
+        return math.hypot(*[n.item() for n in norms])
     device = norms[0].device
     wide = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
     return float(torch.linalg.vector_norm(torch.stack([n.to(device, wide) for n in norms])))
 
 
-def clip(tensors: list[Tensor], total_norm: float, clip_norm: float | None, clip_value: float | None) -> None:
+def clip(sums: Sums, total_norm: float, clip_norm: float | None, clip_value: float | None) -> None:
     """By norm as torch.nn.utils.clip_grad_norm_ does it, then by value."""
     if clip_norm is not None:
-        scale(tensors, min(clip_norm / (total_norm + 1e-6), 1.0))
-    if clip_value is not None and tensors:
+        scale(sums, min(clip_norm / (total_norm + 1e-6), 1.0))
+    if clip_value is not None and sums:
+        tensors = values(sums)
         torch._foreach_clamp_min_(tensors, -clip_value)
         torch._foreach_clamp_max_(tensors, clip_value)
 
@@ -219,7 +220,8 @@ class Collection:
         if unit is before or (isinstance(unit, float) and isinstance(before, float) and unit == before):
             return
         held = [self._sums.get(p) if p in self._by_hook else p.grad for p in self.parameters]
-        scale([_values(g) for g in held if g is not None], before / unit)
+        if tensors := [_values(g) for g in held if g is not None]:
+            torch._foreach_mul_(tensors, before / unit)
         self._sums.unit = unit
         self._watch()
 
@@ -230,7 +232,7 @@ class Collection:
         the same row are added up. How many there are is known without asking the device.
         """
         if self._sparse is None:
-            self._sparse = [p for p in self.parameters if p.grad is not None and p.grad.is_sparse]
+            self._sparse = [p for p in self.parameters if (g := p.grad) is not None and g.is_sparse]
         for p in self._sparse:
             if p.grad is not None and p.grad.is_sparse and p.grad._nnz() > p.shape[0]:
                 p.grad = p.grad.coalesce()

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from ..core.errors import OptionError
-from ..core.weight import Terms
+from ..core.weight import Terms, as_terms
 from .gradients import Sums
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LOW = (torch.bfloat16, torch.float16)
+MAX_SEEDS = 64
 
 
 class Precision:
@@ -43,46 +44,55 @@ class Precision:
             scaler = None  # does nothing, like none
         self.scaler = GradScaler(self.device) if precision == "fp16" and scaler is None else scaler
         self._seeds: dict[Any, Tensor] = {}
+        """What backward passes started from: most micro-batches count the same."""
         if self.scaler is not None and (wide := [p for p in parameters if is_widened(p)]):
             raise OptionError(
                 f"a GradScaler wants parameters whose gradients add up in their own dtype but {len(wide)} of "
                 f"{len(parameters)} are {wide[0].dtype}: call model.float() and leave accumulate_dtype out"
             )
 
+    def terms(self, loss: Callable[[Any, Any], Any], model: Any, micro_batch: Any) -> Terms:
+        """The loss of a micro-batch, term by term."""
+        if self.dtype is None:
+            return as_terms(loss(model, micro_batch))
+        with self.autocast():
+            return as_terms(loss(model, micro_batch))
+
     def autocast(self) -> AbstractContextManager[Any]:
         return self._full_precision if self.dtype is None else torch.autocast(self.device, self.dtype)
-
-    def backward_pass(self) -> AbstractContextManager[Any]:
-        """Backward passes belong outside of autocast."""
-        is_on = torch.is_autocast_enabled(self.device)
-        return torch.autocast(self.device, enabled=False) if is_on else self._full_precision
 
     def backward(self, losses: Terms, scales: Terms, *, keep_graph: bool = False) -> None:
         """Adds the gradient of sum_t scale_t * loss_t to .grad; a term with scale 0 counts nothing.
 
         The scale enters as the gradient that backward starts from, which saves the multiplication and its
-        own backward pass.
+        own backward pass. Backward passes belong outside of autocast.
         """
         counted = []
         seeds = []
-        for loss, scale in zip(losses, scales, strict=True):
-            if loss.requires_grad and (isinstance(scale, Tensor) or scale):
+        for t, loss in enumerate(losses):
+            if loss.requires_grad and (isinstance(scales[t], Tensor) or scales[t]):
                 counted.append(loss)
-                seeds.append(self._seed(loss, scale))
-        if counted:
+                seeds.append(self._seed(loss, scales[t]))
+        if not counted:
+            return
+        if torch.is_autocast_enabled(self.device):
+            with torch.autocast(self.device, enabled=False):
+                torch.autograd.backward(counted, seeds, retain_graph=keep_graph)
+        else:
             torch.autograd.backward(counted, seeds, retain_graph=keep_graph)
 
     def _seed(self, loss: Tensor, scale: Any) -> Tensor:
         if isinstance(scale, Tensor):
-            seed = scale
+            seed = scale.expand(loss.shape)
         else:
-            key = (scale, loss.dtype, loss.device)
-            if key not in self._seeds:  # made once a window: most micro-batches count the same
-                self._seeds[key] = torch.full((), scale, dtype=loss.dtype, device=loss.device)
-            seed = self._seeds[key]
+            key = (scale, loss.shape, loss.dtype, loss.device)
+            known = self._seeds.get(key)
+            if known is None or known._version:  # a hook on the loss may have changed it
+                known = self._seeds[key] = torch.full(loss.shape, scale, dtype=loss.dtype, device=loss.device)
+            seed = known
         if self.scaler is not None:
             seed = self.scaler.scale(seed)
-        return seed.to(loss.dtype) if loss.ndim == 0 else seed.to(loss.dtype).expand(loss.shape)
+        return seed if seed.dtype == loss.dtype else seed.to(loss.dtype)
 
     def unscale(self, optimizer: torch.optim.Optimizer, sums: Sums) -> None:
         if self.scaler is not None:
@@ -98,7 +108,8 @@ class Precision:
 
     def update(self) -> None:
         """Ends the window: lets the scaler raise or lower its scale."""
-        self._seeds.clear()
+        if len(self._seeds) > MAX_SEEDS:
+            self._seeds.clear()
         if self.scaler is not None:
             self.scaler.update()
 

@@ -80,7 +80,7 @@ class Update:
             self._replicas.agree_on_overflow(self.scaler, self.optimizer)
             norm = gradients.norm(sums)
             if math.isfinite(norm):
-                gradients.clip(gradients.values(sums), norm, self.clip_norm, self.clip_value)
+                gradients.clip(sums, norm, self.clip_norm, self.clip_value)
                 with self._gradients.handed_over(sums):
                     self._precision.step(self.optimizer)
             elif self.scaler is None:  # with a scaler an overflow now and then is how it finds its scale

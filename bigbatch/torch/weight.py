@@ -6,9 +6,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.weight import Terms, as_plain, as_terms, check_terms, check_weight
+from ..core.weight import Reduction, Terms, as_plain, as_terms, check_terms, check_weight, scales
+from .agreement import Agreed
 
 Weight = Callable[[Any], Any]
+
+
+class Scales(dict[Terms, Terms]):
+    """What the terms of a loss are multiplied by, by the weight of its micro-batch; known once the ranks agree."""
+
+    def __init__(self, agreed: Agreed, reduction: Reduction) -> None:
+        super().__init__()
+        self._agreed = agreed
+        self._reduction: Reduction = reduction
+
+    def __missing__(self, weight: Terms) -> Terms:
+        self[weight] = scales(weight, self._agreed().total, self._reduction)
+        return self[weight]
 
 
 def weigh(micro_batches: Sequence[Any], weight: Weight) -> list[Terms]:

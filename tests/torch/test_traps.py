@@ -179,6 +179,29 @@ def test_backward_runs_outside_of_the_users_autocast() -> None:
         assert torch.equal(a, b)
 
 
+def test_a_hook_that_changes_the_gradient_of_the_loss_in_place() -> None:
+    """It counts for its own backward pass and for no other, in this window or the next."""
+
+    def doubled(model: nn.Module, batch: Any) -> Tensor:
+        value = loss(model, batch)
+        value.register_hook(lambda gradient: gradient.mul_(2))
+        return value
+
+    twice, once = make(2, loss=doubled), make(2)
+    for _ in range(2):
+        norm = once.step(make_batch()).grad_norm
+        twice.optimizer.param_groups[0]["lr"] = once.optimizer.param_groups[0]["lr"] / 2
+        assert twice.step(make_batch()).grad_norm == pytest.approx(2 * norm, rel=1e-12)
+
+
+def test_weights_that_never_come_twice_leave_nothing_behind() -> None:
+    weights = iter(range(1, 1000))
+    accumulator = make(1, weight=lambda _: next(weights))
+    for _ in range(50):
+        accumulator.step(make_batch())
+    assert len(accumulator._precision._seeds) < 100
+
+
 def test_batch_norm_is_told_about_when_it_comes_into_play() -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)).double()
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, 4)
