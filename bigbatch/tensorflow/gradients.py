@@ -69,18 +69,20 @@ def weighted(gradients: Sequence[Gradient], weight: tf.Tensor) -> list[Gradient]
 def norm(gradients: Sequence[Gradient]) -> tf.Tensor:
     """The norm over all of them, in float64."""
     numbers = values(gradients)
-    squares = tf.add_n([tf.cast(square(g), tf.float64) for g in numbers])
+    squares = sum_of_squares(numbers)
 
     def wide() -> tf.Tensor:
         """Finite numbers may have squares that are too large for float32."""
-        return tf.add_n([square(tf.cast(tf.abs(g), tf.float64)) for g in numbers])
+        return sum_of_squares([tf.cast(tf.abs(g), tf.float64) for g in numbers])
 
     return tf.sqrt(tf.cond(tf.math.is_finite(squares), lambda: squares, wide))
 
 
-def square(numbers: tf.Tensor) -> tf.Tensor:
-    """The sum of the squares, in one pass where there is an operation for it."""
-    return 2 * tf.nn.l2_loss(tf.abs(numbers) if numbers.dtype.is_complex else numbers)
+def sum_of_squares(numbers: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Over all of them, in float64: one pass over each, and what follows once for each dtype, not for each tensor."""
+    halves = [tf.nn.l2_loss(tf.abs(n) if n.dtype.is_complex else n) for n in numbers]
+    alike = [tf.stack([half for half in halves if half.dtype == dtype]) for dtype in {half.dtype for half in halves}]
+    return 2 * tf.add_n([tf.reduce_sum(tf.cast(each, tf.float64)) for each in alike])
 
 
 def clipped(

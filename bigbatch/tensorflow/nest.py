@@ -119,6 +119,17 @@ def batch_size(layout: Layout) -> int:
     return number
 
 
+def numbered(leaf: Leaf, number: tf.Tensor, part_size: int) -> Leaf:
+    """The part of this number, where all have this size and the last takes what is left."""
+    if leaf.shape.rank == 0:
+        return leaf
+    if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
+        start = number * part_size
+        return part(leaf, start, tf.minimum(start + part_size, size(leaf)))
+    start = number * tf.constant([part_size])  # as a slice takes it: leaf[start:stop] would pack every bound anew
+    return tf.strided_slice(leaf, start, start + part_size, [1])
+
+
 def part(leaf: Leaf, start: Any, stop: Any) -> Leaf:
     """Rows start to stop."""
     if leaf.shape.rank == 0:

@@ -1,12 +1,13 @@
 """A whole window as one graph: cut, loop, add up, and reduce over replicas once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from ..core.weight import Reduction, as_terms, check_weight
-from . import gradients, memory, nest, replicas
+from . import gradients, loop, memory, nest, replicas
 from .checks import WEIGHT, check_loss, checked
 from .gradients import Gradient
 from .optimizer import Optimizer
@@ -47,26 +48,22 @@ class WindowGraph:
         self.reduction = reduction
         self.variables = variables
         self.optimizer = optimizer
+        self.jit_compile = jit_compile
         self.micro = tf.function(self._micro, jit_compile=jit_compile or None, autograph=False)
 
     def over(self, tensors: Sequence[Any], micro_batch_size: int) -> Total:
         """Cuts the batch and adds up."""
-        batch_size = next(nest.size(t) for t in tensors if t.shape.rank != 0)
+        batch_size = loop.num_samples(tensors)
         num = -(-batch_size // micro_batch_size)
-
-        def micro_batch(k: tf.Tensor) -> list[Any]:
-            start = k * micro_batch_size
-            return [nest.part(t, start, tf.minimum(start + micro_batch_size, batch_size)) for t in tensors]
-
         sizes = tf.minimum(micro_batch_size, batch_size - tf.range(num) * micro_batch_size)
-        weights = self._weights(micro_batch, num, sizes)
+        weights = self._weights(tensors, micro_batch_size, num, sizes)
         totals = tf.reduce_sum(weights, 0)
         num_terms = weights.shape[1]
         # Terms that have totals of their own are mixed in the sums, so the totals must be known before. A single one
         # can follow with the gradients, which saves a reduction.
         if num_terms > 1 and replicas.is_shared():
             totals = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, totals)
-        sums, losses = self._loop(micro_batch, num, micro_batch_size, self.scales(weights, totals))
+        sums, losses = self._loop(tensors, micro_batch_size, num, self.scales(weights, totals))
         if not replicas.is_shared():
             return Total(sums, losses, totals, num)
         if num_terms > 1 or self.reduction == "sum":
@@ -85,25 +82,24 @@ class WindowGraph:
     def weight_of(self, tensors: Sequence[Any]) -> tf.Tensor:
         """The weight of one micro-batch, term by term."""
         if self.weight is None:
-            return tf.cast(next(nest.size(t) for t in tensors if t.shape.rank != 0), WEIGHT)[None]
+            return tf.cast(loop.num_samples(tensors), WEIGHT)[None]
         found = as_terms(self.weight(self.layout.pack(tensors)))
         check_weight(tuple(w for w in found if not tf.is_tensor(w)), of="a micro-batch")
         # tf.cast takes a plain number through float32
         wide = [tf.cast(w, WEIGHT) if tf.is_tensor(w) else tf.constant(w, WEIGHT) for w in found]
         return checked(tf.stack([*map(tf.reduce_sum, wide)]))
 
-    def _weights(self, micro_batch: Callable[[tf.Tensor], list[Any]], num: Any, sizes: tf.Tensor) -> tf.Tensor:
+    def _weights(self, tensors: Sequence[Any], micro_batch_size: int, num: Any, sizes: tf.Tensor) -> tf.Tensor:
         """A row for each micro-batch, with a column for each term."""
         if self.weight is None:
             return tf.cast(sizes, WEIGHT)[:, None]
         num_terms = self._num_terms()
+
+        def add(k: tf.Tensor, micro_batch: list[Any], rows: tf.TensorArray) -> tf.TensorArray:
+            return rows.write(k, self.weight_of(micro_batch))
+
         rows = tf.TensorArray(WEIGHT, size=num, element_shape=[num_terms])
-        _, rows = tf.while_loop(
-            lambda k, _: k < num,
-            lambda k, rows: (k + 1, rows.write(k, self.weight_of(micro_batch(k)))),
-            (0, rows),
-            parallel_iterations=1,
-        )
+        rows = loop.plain(add, rows, tensors, micro_batch_size, at_once=1)
         return tf.reshape(rows.stack(), [-1, num_terms])
 
     def _num_terms(self) -> int:
@@ -111,28 +107,36 @@ class WindowGraph:
         return int(weigh.get_concrete_function(self.layout.specs()).structured_outputs.shape[0])
 
     def _loop(
-        self, micro_batch: Callable[[tf.Tensor], list[Any]], num: Any, micro_batch_size: int, scales: tf.Tensor
+        self, tensors: Sequence[Any], micro_batch_size: int, num: Any, scales: tf.Tensor
     ) -> tuple[list[Gradient], tf.Tensor]:
         variables = self.variables()
         traced = self.micro.get_concrete_function(self.layout.specs(), tf.TensorSpec(scales.shape[1:], WEIGHT))
-        at_once = memory.num_side_by_side(traced.graph, micro_batch_size)
         like = traced.structured_outputs[1]
         kinds = {k: sum_like(g, v, num) for k, (g, v) in enumerate(zip(like, variables, strict=True)) if g is not None}
 
-        def body(k: tf.Tensor, losses: tf.Tensor, state: dict[int, Any]) -> tuple[Any, ...]:
-            scale = scales[k]
+        def added(tensors: Sequence[Any], scales: tf.Tensor, over: Callable[..., Any]) -> Any:
+            def add(k: tf.Tensor, micro_batch: list[Any], carry: Any) -> Any:
+                losses, state = carry
+                scale = tf.gather(scales, k)
 
-            def add() -> tuple[Any, ...]:
-                found, micro = self.micro(micro_batch(k), scale)
-                return losses + found, {p: kind.add(state[p], k, micro[p]) for p, kind in kinds.items()}
+                def count() -> tuple[Any, ...]:
+                    found, micro = self.micro(micro_batch, scale)
+                    return losses + found, {p: kind.add(state[p], k, micro[p]) for p, kind in kinds.items()}
 
-            if self.weight is None:
-                return (k + 1, *add())
-            # what counts nothing is left out: its mean over nothing may be 0/0
-            return (k + 1, *tf.cond(tf.reduce_any(scale > 0), add, lambda: (losses, dict(state))))
+                if self.weight is None:
+                    return count()
+                # what counts nothing is left out: its mean over nothing may be 0/0
+                return tf.cond(tf.reduce_any(scale > 0), count, lambda: (losses, dict(state)))
 
-        start = (tf.constant(0), tf.zeros(scales.shape[1:], WEIGHT), {p: kind.start for p, kind in kinds.items()})
-        _, losses, state = tf.while_loop(lambda k, *_: k < num, body, start, parallel_iterations=at_once)
+            start = tf.zeros(scales.shape[1:], WEIGHT), {p: kind.start() for p, kind in kinds.items()}
+            return over(add, start, tensors, micro_batch_size)
+
+        if self.jit_compile and is_dense(tensors, kinds.values()) and loop.is_good_for_xla(traced.graph):
+            compiled = tf.function(partial(added, over=loop.for_xla), jit_compile=True, autograph=False)
+            losses, state = compiled(tensors, scales)
+        else:
+            at_once = memory.num_side_by_side(traced.graph, micro_batch_size)
+            losses, state = added(tensors, scales, partial(loop.plain, at_once=at_once))
         return [kinds[p].finished(state[p]) if p in kinds else None for p in range(len(variables))], losses
 
     def _micro(self, tensors: Sequence[Any], scale: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
@@ -177,14 +181,24 @@ def sum_like(gradient: Gradient, variable: Any, num: Any) -> "DenseSum | SparseS
     return DenseSum(gradient, variable)
 
 
+def is_dense(tensors: Sequence[Any], kinds: "Iterable[DenseSum | SparseSum]") -> bool:
+    """XLA knows neither ragged nor sparse tensors, nor arrays of entries."""
+    return all(isinstance(t, tf.Tensor) for t in tensors) and all(isinstance(kind, DenseSum) for kind in kinds)
+
+
 class DenseSum:
     """Adds up inside of a loop."""
 
     def __init__(self, gradient: Gradient, variable: Any) -> None:
-        self.start = tf.zeros(variable.shape, gradient.dtype)
+        self.shape, self.dtype = variable.shape, gradient.dtype
+
+    def start(self) -> tf.Tensor:
+        return tf.zeros(self.shape, self.dtype)
 
     def add(self, state: tf.Tensor, k: tf.Tensor, gradient: Gradient) -> tf.Tensor:
-        return state + gradients.dense(gradient)
+        if isinstance(gradient, tf.IndexedSlices):  # XLA wants to know how many rows there are
+            gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, self.shape[0])
+        return state + gradient
 
     def finished(self, state: tf.Tensor) -> Gradient:
         return state
@@ -194,11 +208,15 @@ class SparseSum:
     """Strings the entries together inside of a loop; those of the same row are added up at the end."""
 
     def __init__(self, gradient: tf.IndexedSlices, variable: Any, num: Any) -> None:
-        row = variable.shape[1:]
         self.shape = variable.shape
-        self.start = (
-            tf.TensorArray(gradient.values.dtype, size=num, element_shape=[None, *row], infer_shape=False),
-            tf.TensorArray(gradient.indices.dtype, size=num, element_shape=[None], infer_shape=False),
+        self.dtypes = gradient.values.dtype, gradient.indices.dtype
+        self.num = num
+
+    def start(self) -> Any:
+        shapes = [None, *self.shape[1:]], [None]
+        return tuple(
+            tf.TensorArray(dtype, size=self.num, element_shape=shape, infer_shape=False)
+            for dtype, shape in zip(self.dtypes, shapes, strict=True)
         )
 
     def add(self, state: Any, k: tf.Tensor, gradient: Gradient) -> Any:
