@@ -1,6 +1,6 @@
 """A whole window as one graph: cut, loop, add up, and reduce over replicas once."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from ..core.weight import Reduction, as_terms, check_weight
 from . import gradients, loop, memory, nest, replicas
 from .checks import WEIGHT, check_loss, checked
 from .gradients import Gradient
+from .loop_sums import is_kept_sparse, sums_for
 from .optimizer import Optimizer
 
 
@@ -112,32 +113,37 @@ class WindowGraph:
         variables = self.variables()
         traced = self.micro.get_concrete_function(self.layout.specs(), tf.TensorSpec(scales.shape[1:], WEIGHT))
         like = traced.structured_outputs[1]
-        kinds = {k: sum_like(g, v, num) for k, (g, v) in enumerate(zip(like, variables, strict=True)) if g is not None}
+        is_dense = all(isinstance(t, tf.Tensor) for t in tensors) and not any(map(is_kept_sparse, like, variables))
+        is_compiled = self.jit_compile and is_dense and loop.is_good_for_xla(traced.graph)
+        sums = sums_for(like, variables, num, is_joining=not is_compiled)
 
         def added(tensors: Sequence[Any], scales: tf.Tensor, over: Callable[..., Any]) -> Any:
             def add(k: tf.Tensor, micro_batch: list[Any], carry: Any) -> Any:
-                losses, state = carry
+                losses, states = carry
                 scale = tf.gather(scales, k)
 
                 def count() -> tuple[Any, ...]:
                     found, micro = self.micro(micro_batch, scale)
-                    return losses + found, {p: kind.add(state[p], k, micro[p]) for p, kind in kinds.items()}
+                    return losses + found, [one.add(state, k, micro) for one, state in zip(sums, states, strict=True)]
 
                 if self.weight is None:
                     return count()
                 # what counts nothing is left out: its mean over nothing may be 0/0
-                return tf.cond(tf.reduce_any(scale > 0), count, lambda: (losses, dict(state)))
+                return tf.cond(tf.reduce_any(scale > 0), count, lambda: (losses, list(states)))
 
-            start = tf.zeros(scales.shape[1:], WEIGHT), {p: kind.start() for p, kind in kinds.items()}
+            start = tf.zeros(scales.shape[1:], WEIGHT), [one.start() for one in sums]
             return over(add, start, tensors, micro_batch_size)
 
-        if self.jit_compile and is_dense(tensors, kinds.values()) and loop.is_good_for_xla(traced.graph):
+        if is_compiled:
             compiled = tf.function(partial(added, over=loop.for_xla), jit_compile=True, autograph=False)
-            losses, state = compiled(tensors, scales)
+            losses, states = compiled(tensors, scales)
         else:
             at_once = memory.num_side_by_side(traced.graph, micro_batch_size)
-            losses, state = added(tensors, scales, partial(loop.plain, at_once=at_once))
-        return [kinds[p].finished(state[p]) if p in kinds else None for p in range(len(variables))], losses
+            losses, states = added(tensors, scales, partial(loop.plain, at_once=at_once))
+        found: dict[int, Gradient] = {}
+        for one, state in zip(sums, states, strict=True):
+            found |= one.finished(state)
+        return [found.get(place) for place in range(len(variables))], losses
 
     def _micro(self, tensors: Sequence[Any], scale: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
         """The scaled losses of one micro-batch, and the gradient of their sum.
@@ -173,55 +179,3 @@ def reduced(sums: Sequence[Gradient], others: list[tf.Tensor]) -> tuple[list[Gra
         for k, g in zip(places, added, strict=False):
             found[k] = g
     return found, [tf.cast(value, WEIGHT) for value in added[len(places) :]]
-
-
-def sum_like(gradient: Gradient, variable: Any, num: Any) -> "DenseSum | SparseSum":
-    if gradients.is_kept_sparse(gradient, variable) and not replicas.is_shared():
-        return SparseSum(gradient, variable, num)
-    return DenseSum(gradient, variable)
-
-
-def is_dense(tensors: Sequence[Any], kinds: "Iterable[DenseSum | SparseSum]") -> bool:
-    """XLA knows neither ragged nor sparse tensors, nor arrays of entries."""
-    return all(isinstance(t, tf.Tensor) for t in tensors) and all(isinstance(kind, DenseSum) for kind in kinds)
-
-
-class DenseSum:
-    """Adds up inside of a loop."""
-
-    def __init__(self, gradient: Gradient, variable: Any) -> None:
-        self.shape, self.dtype = variable.shape, gradient.dtype
-
-    def start(self) -> tf.Tensor:
-        return tf.zeros(self.shape, self.dtype)
-
-    def add(self, state: tf.Tensor, k: tf.Tensor, gradient: Gradient) -> tf.Tensor:
-        if isinstance(gradient, tf.IndexedSlices):  # XLA wants to know how many rows there are
-            gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, self.shape[0])
-        return state + gradient
-
-    def finished(self, state: tf.Tensor) -> Gradient:
-        return state
-
-
-class SparseSum:
-    """Strings the entries together inside of a loop; those of the same row are added up at the end."""
-
-    def __init__(self, gradient: tf.IndexedSlices, variable: Any, num: Any) -> None:
-        self.shape = variable.shape
-        self.dtypes = gradient.values.dtype, gradient.indices.dtype
-        self.num = num
-
-    def start(self) -> Any:
-        shapes = [None, *self.shape[1:]], [None]
-        return tuple(
-            tf.TensorArray(dtype, size=self.num, element_shape=shape, infer_shape=False)
-            for dtype, shape in zip(self.dtypes, shapes, strict=True)
-        )
-
-    def add(self, state: Any, k: tf.Tensor, gradient: Gradient) -> Any:
-        return state[0].write(k, gradient.values), state[1].write(k, gradient.indices)
-
-    def finished(self, state: Any) -> Gradient:
-        shape = tf.constant(self.shape.as_list(), tf.int64)
-        return gradients.without_repeats(tf.IndexedSlices(state[0].concat(), state[1].concat(), shape))
