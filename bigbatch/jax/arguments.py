@@ -142,13 +142,14 @@ def role_of(path: Any, leaf: Any, *, is_cut: bool) -> Role:
 
 
 def is_typed_key(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    return not isinstance(leaf.dtype, np.dtype) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def is_raw_key(leaf: Any) -> bool:
     """Whether this may be a key of the old kind, which is an array like any other."""
-    size = 2 if jax.config.jax_default_prng_impl == "threefry2x32" else 4
-    return leaf.dtype == np.uint32 and leaf.shape == (size,)
+    if leaf.dtype != np.uint32 or len(leaf.shape) != 1:
+        return False
+    return leaf.shape[0] == (2 if jax.config.jax_default_prng_impl == "threefry2x32" else 4)
 
 
 def is_called_key(path: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..core.errors import BatchError, OptionError
 
@@ -112,6 +112,8 @@ def current_mesh() -> Any:
 
 
 def placement_of(row: Any) -> Placement | None:
+    if isinstance(getattr(row, "sharding", None), SingleDeviceSharding):
+        return None
     sharding = sharding_of(row)
     return spread_over(sharding.mesh, axes_of(sharding.spec[0] if len(sharding.spec) else None))
 
