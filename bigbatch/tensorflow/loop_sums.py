@@ -1,7 +1,7 @@
 """What the loop over micro-batches adds up: each large gradient by itself, small ones joined, sparse ones as entries.
 
-Every value that a loop hands on costs five operations an iteration, however small it is: the addition, and four that
-TensorFlow makes of it. Half of the variables of most models are small: biases, scales.
+Every value that a loop hands on costs operations of its own in each iteration, however small it is: the addition, and
+those by which TensorFlow hands it on. Many variables of a model are small: biases, scales.
 """
 
 import itertools
