@@ -9,7 +9,7 @@ RANKS := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone
 ON_FOUR_RANKS := not views and not small and not verify
 export TF_CPP_MIN_LOG_LEVEL := 3
 
-.PHONY: demo test check format bench exactness pictures clean
+.PHONY: demo test check format bench bench-gpu exactness pictures clean
 
 demo: .venv/demo
 	$(BIN)/bigbatch train digits
@@ -47,6 +47,11 @@ bench: .venv/bench
 	$(BIN)/python -m benchmarks.tensorflow
 	$(BIN)/python -m benchmarks.jax
 	$(RANKS) --nproc-per-node 2 -m benchmarks.ranks
+
+# Says so where there is no GPU.
+bench-gpu: .venv/bench
+	$(BIN)/python -m benchmarks.gpu
+	$(BIN)/python -m benchmarks.gpu_tables
 
 # Writes the tables of docs/exactness.md and README.md.
 exactness: .venv/bench

@@ -3,44 +3,28 @@
 Each function gets a model of its own and returns what makes one step.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from lightning import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.optim import SGD
 
 from bigbatch import Window
 from bigbatch.torch import Accumulator
 
-Batch = tuple[Tensor, Tensor]
-MICRO_BATCH_SIZE = 32
-NUM_MICRO_BATCHES = 8
-LEARNING_RATE = 0.1
+from .work import Step, Work
+
+Make = Callable[[nn.Module, Work], Step]
 
 
-def micro_batches(batch: Batch) -> Iterable[Batch]:
-    return zip(*(tensor.split(MICRO_BATCH_SIZE) for tensor in batch), strict=True)
-
-
-def sgd(model: nn.Module) -> SGD:
-    return SGD(model.parameters(), lr=LEARNING_RATE)
-
-
-def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
-    x, y = batch
-    return cross_entropy(model(x), y)
-
-
-def full_batch(model: nn.Module, batch: Batch) -> Callable[[], Any]:
-    optimizer = sgd(model)
+def full_batch(model: nn.Module, work: Work) -> Step:
+    optimizer = work.optimizer(model)
 
     def step() -> Tensor:
         optimizer.zero_grad()
-        loss = mean_loss(model, batch)
+        with work.autocast():
+            loss = work.loss(model, work.batch)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -48,14 +32,15 @@ def full_batch(model: nn.Module, batch: Batch) -> Callable[[], Any]:
     return step
 
 
-def by_hand(model: nn.Module, batch: Batch) -> Callable[[], Any]:
-    optimizer = sgd(model)
+def by_hand(model: nn.Module, work: Work) -> Step:
+    optimizer = work.optimizer(model)
 
     def step() -> Tensor:
-        total = torch.zeros(())
+        total = torch.zeros((), device=work.device)
         optimizer.zero_grad()
-        for x, y in micro_batches(batch):
-            loss = cross_entropy(model(x), y) / NUM_MICRO_BATCHES
+        for micro_batch in work.micro_batches():
+            with work.autocast():
+                loss = work.loss(model, micro_batch) / work.num_micro_batches
             loss.backward()
             total += loss.detach()
         optimizer.step()
@@ -64,70 +49,101 @@ def by_hand(model: nn.Module, batch: Batch) -> Callable[[], Any]:
     return step
 
 
-def bigbatch_batch(model: nn.Module, batch: Batch) -> Callable[[], Any]:
-    accumulator = Accumulator(model, sgd(model), mean_loss, MICRO_BATCH_SIZE)
-    return lambda: accumulator.step(batch)
+def by_tutorial(model: nn.Module, work: Work) -> Step:
+    """As many pages have it: the loss of every micro-batch is read, which waits for the device."""
+    optimizer = work.optimizer(model)
 
-
-def bigbatch_window(model: nn.Module, batch: Batch) -> Callable[[], Any]:
-    accumulator = Accumulator(model, sgd(model), mean_loss)
-    return lambda: accumulator.step(Window(micro_batches(batch)))
-
-
-def bigbatch_micro_batch(model: nn.Module, batch: Batch) -> Callable[[], Any]:
-    accumulator = Accumulator(model, sgd(model), accumulation_steps=NUM_MICRO_BATCHES)
-
-    def step() -> None:
-        for x, y in micro_batches(batch):
-            with accumulator.micro_batch(weight=len(y)) as micro:
-                micro.backward(cross_entropy(model(x), y))
+    def step() -> float:
+        total = 0.0
+        for micro_batch in work.micro_batches():
+            with work.autocast():
+                loss = work.loss(model, micro_batch) / work.num_micro_batches
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
 
     return step
 
 
-def by_accelerate(model: nn.Module, batch: Batch) -> Callable[[], Any]:
-    accelerator = Accelerator(gradient_accumulation_steps=NUM_MICRO_BATCHES, cpu=True)
-    model, optimizer = accelerator.prepare(model, sgd(model))
+def by_moving(model: nn.Module, work: Work) -> Step:
+    """Micro-batches from the host, each moved when it is needed."""
+    optimizer = work.optimizer(model)
+
+    def step() -> Tensor:
+        total = torch.zeros((), device=work.device)
+        optimizer.zero_grad()
+        for micro_batch in work.micro_batches():
+            moved = tuple(tensor.to(work.device) for tensor in micro_batch)
+            with work.autocast():
+                loss = work.loss(model, moved) / work.num_micro_batches
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        return total
+
+    return step
+
+
+def by_accelerate(model: nn.Module, work: Work) -> Step:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(
+        gradient_accumulation_steps=work.num_micro_batches,
+        mixed_precision=work.precision or "no",
+        cpu=work.device == "cpu",
+    )
+    model, optimizer = accelerator.prepare(model, work.optimizer(model))
 
     def step() -> None:
-        for x, y in micro_batches(batch):
+        for micro_batch in work.micro_batches():
             with accelerator.accumulate(model):
-                accelerator.backward(cross_entropy(model(x), y))
+                accelerator.backward(work.loss(model, micro_batch))
                 optimizer.step()
                 optimizer.zero_grad()
 
     return step
 
 
-class Module(LightningModule):
-    """The model as Lightning wants it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def training_step(self, micro_batch: Batch, _: int) -> Tensor:
-        return mean_loss(self.model, micro_batch)
-
-    def configure_optimizers(self) -> SGD:
-        return sgd(self)
+def accumulator_of(model: nn.Module, work: Work, **options: Any) -> Accumulator:
+    return Accumulator(
+        model, work.optimizer(model), work.loss, work.micro_batch_size, precision=work.precision, **options
+    )
 
 
-class Stream:
-    """Micro-batches with a length: without one, Lightning asks for the next before it is done with the last."""
-
-    def __init__(self, items: Iterable[Batch], length: int) -> None:
-        self.items = items
-        self.length = length
-
-    def __iter__(self) -> Any:
-        return iter(self.items)
-
-    def __len__(self) -> int:
-        return self.length
+def bigbatch_batch(model: nn.Module, work: Work, **options: Any) -> Step:
+    accumulator = accumulator_of(model, work, **options)
+    return lambda: accumulator.step(work.batch)
 
 
-def lightning_fit(model: nn.Module, stream: Stream) -> None:
-    """Lightning owns the loop. `barebones` is its own switch for measuring it: no logger, no progress bar."""
-    trainer = Trainer(accelerator="cpu", max_epochs=1, accumulate_grad_batches=NUM_MICRO_BATCHES, barebones=True)
-    trainer.fit(Module(model), stream)
+def bigbatch_captured(model: nn.Module, work: Work) -> Step:
+    return bigbatch_batch(model, work, capture=True)
+
+
+def bigbatch_window(model: nn.Module, work: Work) -> Step:
+    accumulator = Accumulator(model, work.optimizer(model), work.loss, precision=work.precision)
+    return lambda: accumulator.step(Window(work.micro_batches()))
+
+
+def bigbatch_micro_batch(model: nn.Module, work: Work) -> Step:
+    accumulator = Accumulator(
+        model, work.optimizer(model), accumulation_steps=work.num_micro_batches, precision=work.precision
+    )
+
+    def step() -> None:
+        for micro_batch in work.micro_batches():
+            with accumulator.micro_batch(weight=len(micro_batch[0])) as micro:
+                micro.backward(work.loss(model, micro_batch))
+
+    return step
+
+
+def compiled(make: Make) -> Make:
+    return lambda model, work: make(model, with_compiled_loss(work))
+
+
+def with_compiled_loss(work: Work) -> Work:
+    """Compiled for the shape that it sees, not for any."""
+    backend = "inductor" if work.device == "cuda" else "eager"  # on a CPU the way is rehearsed, not the speed
+    return replace(work, loss=torch.compile(work.loss, dynamic=False, backend=backend))

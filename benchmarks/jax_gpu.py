@@ -1,15 +1,9 @@
-"""JAX on a GPU: step time and peak memory of two GPTs beside the full batch and optax.MultiSteps.
+"""JAX on a GPU, beside the full batch, a scan by hand and optax: the part `jax` of `python -m benchmarks.gpu`."""
 
-`python -m benchmarks.jax_gpu` prints the table; `… --memory MODEL WAY` one peak, in a process of its own.
-"""
-
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pydoc_data.topics import topics
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -21,32 +15,32 @@ import optax
 
 from bigbatch.jax import multi_steps, value_and_grad
 
-from .tables import about, markdown_table
-from .timing import compare, interleaved
+from .measured import parsed, write
+from .sizes import BATCH_SIZE, GPT2, GPT2_SMALL, MICRO_BATCH_SIZE, REHEARSAL, TINY, TINY_GPT, Size
+from .timing import interleaved, several
 
-BATCH_SIZE, MICRO_BATCH_SIZE = 64, 8
 NUM = BATCH_SIZE // MICRO_BATCH_SIZE
-ROUNDS, WARMUP = 10, 2
+TOLERANCE = 3e-2
+FULL, BY_HAND = "full batch", "`lax.scan` by hand"
+
+
+def adamw() -> optax.GradientTransformation:
+    """With an epsilon that makes the first update nearly the gradient itself, so that a wrong scale is seen."""
+    return optax.adamw(1e-2, eps=1.0, weight_decay=0.0)
 
 
 @dataclass(frozen=True)
 class GPT:
-    layers: int
-    width: int
-    heads: int
-    length: int
-    vocabulary: int
-    steps: int
-    """In a turn."""
+    size: Size
 
     def params(self) -> Any:
         def normal(*shape: int) -> Any:
             return jnp.asarray(draw.normal(0, 0.02, shape), jnp.float32)
 
-        draw, width, num = np.random.default_rng(0), self.width, self.layers
+        draw, width, num = np.random.default_rng(0), self.size.width, self.size.layers
         return {
-            "tokens": normal(self.vocabulary, width),
-            "places": normal(self.length, width),
+            "tokens": normal(self.size.classes, width),
+            "places": normal(self.size.length, width),
             "blocks": {
                 "attend": normal(num, width, 3 * width),
                 "project": normal(num, width, width),
@@ -63,9 +57,11 @@ class GPT:
 
         def block(x: Any, layer: Any) -> Any:
             q, k, v = jnp.split(norm(x) * layer["scale"][0] @ layer["attend"], 3, axis=-1)
-            heads = (*x.shape[:2], self.heads, self.width // self.heads)
-            seen = jax.nn.dot_product_attention(*(a.reshape(heads) for a in (q, k, v)), is_causal=True,
-                                                implementation=ATTENTION)  # fmt: skip
+            heads = (*x.shape[:2], self.size.heads, self.size.width // self.size.heads)
+            implementation = "cudnn" if has_gpu() else None
+            seen = jax.nn.dot_product_attention(
+                *(a.reshape(heads) for a in (q, k, v)), is_causal=True, implementation=implementation
+            )
             x = x + seen.reshape(x.shape) @ layer["project"]
             return x + jax.nn.gelu(norm(x) * layer["scale"][1] @ layer["widen"]) @ layer["narrow"], None
 
@@ -74,9 +70,17 @@ class GPT:
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
     def batch(self) -> Any:
-        """The text of Python's help topics, byte by byte."""
-        text = np.frombuffer("".join(topics.values()).encode("ascii", "replace"), np.uint8)
-        return jnp.asarray(np.resize(text, (BATCH_SIZE, self.length + 1)), jnp.int32)
+        """Random tokens."""
+        shape = BATCH_SIZE, self.size.length + 1
+        return jnp.asarray(np.random.default_rng(1).integers(self.size.classes, size=shape), jnp.int32)
+
+    def hand_scan(self, params: Any, batch: Any) -> Any:
+        def body(sums: Any, micro_batch: Any) -> Any:
+            return jax.tree.map(jnp.add, sums, jax.value_and_grad(self.loss)(params, micro_batch)), None
+
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        sums, _ = jax.lax.scan(body, zeros, batch.reshape(NUM, MICRO_BATCH_SIZE, -1))
+        return jax.tree.map(lambda leaf: leaf / NUM, sums)
 
 
 def norm(x: Any) -> Any:
@@ -85,100 +89,91 @@ def norm(x: Any) -> Any:
     return (wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-5)).astype(x.dtype)
 
 
-MODELS = {
-    "GPT-2 small, 1024 tokens": GPT(12, 768, 12, 1024, 50304, steps=3),
-    "tiny GPT (4×128, 64 tokens)": GPT(4, 128, 4, 64, 256, steps=50),
-}
-ATTENTION = "cudnn" if jax.default_backend() == "gpu" else None
+class Contestant:
+    """A compiled function of parameters, state and micro-batch, called for each micro-batch of a step."""
+
+    def __init__(self, params: Any, gradient_of: Callable[..., Any], optimizer: Any, micro_batches: Any, **extra: Any):
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            _, grads = gradient_of(params, batch)
+            updates, state = optimizer.update(grads, state, params, **extra)
+            return optax.apply_updates(params, updates), state
+
+        held = jax.tree.map(partial(jnp.array, copy=True), (params, optimizer.init(params)))  # to be given up
+        self.held, self.micro_batches = held, micro_batches
+        self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*held, micro_batches[0]).compile()
+
+    def step(self) -> Any:
+        for micro_batch in self.micro_batches:
+            self.held = self.compiled(*self.held, micro_batch)
+        return self.held[0]
+
+    def peak(self) -> int:
+        """Bytes as the compiler counts them, parameters and state included."""
+        found = self.compiled.memory_analysis()
+        outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+        return int(found.argument_size_in_bytes + outputs + found.temp_size_in_bytes)
 
 
-def in_one_call(model: GPT, gradient_of: Callable[..., Any]) -> Callable[[], Any]:
-    optimizer = optax.adamw(1e-4)
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        _, grads = gradient_of(params, batch)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
+def contestants(model: GPT, params: Any) -> dict[str, Contestant]:
     batch = model.batch()
-    compiled = jax.jit(step, donate_argnums=(0, 1))
-    return stepping(model, lambda params, state: compiled(params, state, batch), optimizer)
+    cut = [batch[k : k + MICRO_BATCH_SIZE] for k in range(0, BATCH_SIZE, MICRO_BATCH_SIZE)]
+    plain, ours = jax.value_and_grad(model.loss), value_and_grad(model.loss, MICRO_BATCH_SIZE)
+    return {
+        FULL: Contestant(params, plain, adamw(), [batch]),
+        BY_HAND: Contestant(params, model.hand_scan, adamw(), [batch]),
+        "bigbatch, `value_and_grad`": Contestant(params, ours, adamw(), [batch]),
+        "bigbatch, `multi_steps`, fed": Contestant(
+            params, plain, multi_steps(adamw(), NUM), cut, weight=MICRO_BATCH_SIZE
+        ),
+        "optax, `MultiSteps`, fed": Contestant(params, plain, optax.MultiSteps(adamw(), NUM), cut),
+    }
 
 
-def fed(model: GPT, optimizer: Any, **extra: Any) -> Callable[[], Any]:
-    def micro_step(params: Any, state: Any, micro_batch: Any) -> Any:
-        grads = jax.grad(model.loss)(params, micro_batch)
-        updates, state = optimizer.update(grads, state, params, **extra)
-        return optax.apply_updates(params, updates), state
+def errors(made: dict[str, Contestant], params: Any) -> dict[str, float]:
+    """How far each one's first update is from that of the scan by hand."""
 
-    compiled = jax.jit(micro_step, donate_argnums=(0, 1))
-    micro_batches = [model.batch()[k : k + MICRO_BATCH_SIZE] for k in range(0, BATCH_SIZE, MICRO_BATCH_SIZE)]
+    def flat(tree: Any) -> Any:
+        return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
 
-    def step(params: Any, state: Any) -> Any:
-        for micro_batch in micro_batches:
-            params, state = compiled(params, state, micro_batch)
-        return params, state
-
-    return stepping(model, step, optimizer)
+    start = flat(params)
+    updates = {name: flat(one.step()) - start for name, one in made.items()}
+    size = jnp.linalg.norm(updates[BY_HAND])
+    assert size > 0, "the scan by hand made no step"
+    found = {name: float(jnp.linalg.norm(update - updates[BY_HAND]) / size) for name, update in updates.items()}
+    assert all(error <= TOLERANCE for error in found.values()), found
+    return found
 
 
-def stepping(model: GPT, step: Callable[..., Any], optimizer: Any) -> Callable[[], Any]:
+def measure(size: Size, rounds: int, steps: int) -> dict[str, Any]:
+    model = GPT(size)
     params = model.params()
-    held = [params, optimizer.init(params)]
+    made = contestants(model, params)
+    found: dict[str, Any] = {"errors": errors(made, params)}
+    found["peaks"] = {name: {"allocated": one.peak()} for name, one in made.items()}
 
-    def turn() -> Any:
-        for _ in range(model.steps):
-            held[:] = step(*held)
-        return jax.block_until_ready(held)[0]
+    def wait() -> None:
+        jax.block_until_ready([one.held for one in made.values()])
 
-    return turn
-
-
-def hand_scan(model: GPT) -> Callable[..., Any]:
-    def gradient_of(params: Any, batch: Any) -> Any:
-        def body(sums: Any, micro_batch: Any) -> Any:
-            return jax.tree.map(jnp.add, sums, jax.value_and_grad(model.loss)(params, micro_batch)), None
-
-        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-        sums, _ = jax.lax.scan(body, zeros, batch.reshape(NUM, MICRO_BATCH_SIZE, -1))
-        return jax.tree.map(lambda leaf: leaf / NUM, sums)
-
-    return gradient_of
+    times = interleaved({name: several(one.step, steps) for name, one in made.items()}, rounds, 2, wait)
+    found["times"] = {name: [seconds / steps for seconds in times[name]] for name in made}
+    return found
 
 
-WAYS: dict[str, Callable[[GPT], Callable[[], Any]]] = {
-    "full batch": lambda model: in_one_call(model, jax.value_and_grad(model.loss)),
-    "`lax.scan` by hand": lambda model: in_one_call(model, hand_scan(model)),
-    "bigbatch, `value_and_grad`": lambda model: in_one_call(model, value_and_grad(model.loss, MICRO_BATCH_SIZE)),
-    "bigbatch, `multi_steps`, fed": lambda model: fed(
-        model, multi_steps(optax.adamw(1e-4), NUM), weight=MICRO_BATCH_SIZE
-    ),
-    "optax, `MultiSteps`, fed": lambda model: fed(model, optax.MultiSteps(optax.adamw(1e-4), NUM)),
-}
-
-
-def peak(model: str, way: str) -> float:
-    """GiB at the peak, of a process that does nothing else."""
-    command = [sys.executable, "-m", "benchmarks.jax_gpu", "--memory", model, way]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return float(json.loads(done.stdout.splitlines()[-1])) / 2**30
+def has_gpu() -> bool:
+    return jax.default_backend() == "gpu"
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--memory"]:
-        WAYS[sys.argv[3]](MODELS[sys.argv[2]])()
-        print(json.dumps((jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)))
+    options = parsed()
+    if options.device == "cuda" and not has_gpu():
+        print("JAX is left out: it sees no GPU.")
         return
-    rows = []
-    peaks = {(name, way): peak(name, way) for name in MODELS for way in WAYS}  # before this process takes memory
-    for name, model in MODELS.items():
-        contestants = {way: make(model) for way, make in WAYS.items()}
-        times = interleaved(contestants, ROUNDS, WARMUP)
-        for way, found in compare(times, "full batch").items():
-            each = 1000 * found.seconds / model.steps
-            rows.append([f"{name}: {way}", f"{each:.1f}", f"{found.ratio:.2f}", f"{peaks[name, way]:.2f}"])
-    print(markdown_table(["", "ms per step", "full batch = 1", "peak GiB"], sorted(rows)))
-    print(jax.devices()[0].device_kind, about(("jax", "optax")), sep=", ")
+    sizes = {GPT2: (GPT2_SMALL, 10, 1), TINY: (TINY_GPT, 10, 20)}
+    found: dict[str, Any] = {}
+    for name, (size, rounds, steps) in sizes.items():
+        found[name] = measure(REHEARSAL, 3, 2) if options.tiny else measure(size, rounds, steps)
+    device = jax.devices()[0].device_kind if has_gpu() else None
+    write("jax", found, ("jax", "optax"), device, options)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "RESULTS.md"
 README = FOLDER.parent / "README.md"
-PACKAGES = ("torch", "accelerate", "lightning")
+PACKAGES = ("torch", "accelerate", "pytorch-lightning", "transformers")
 
 
 def write_table(path: str | os.PathLike[str], name: str, markdown: str) -> None:
@@ -32,14 +32,23 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> s
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def about(packages: Sequence[str] = PACKAGES, cores: int | None = None) -> str:
-    """One line for "measured on": the CPU, the versions of what is installed, and the commit."""
+def about(
+    packages: Sequence[str] = PACKAGES,
+    cores: int | None = None,
+    *,
+    device: str | None = None,
+    at: str | None = None,
+    command: str | None = None,
+) -> str:
+    """One line for "measured on": the device, the CPU, the versions of what is installed, the commit, the command."""
     cores = cores or len(os.sched_getaffinity(0))
     parts = [
+        *([device] if device else []),
         f"{_cpu()}, {cores} core{'s' * (cores != 1)}",
         f"Python {platform.python_version()}",
         *(f"{package} {found}" for package in packages if (found := _version(package))),
-        f"commit {_commit()}",
+        f"commit {at or commit()}",
+        *([f"`{command}`"] if command else []),
     ]
     return ", ".join(parts)
 
@@ -56,9 +65,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str:
-    commit = _git("rev-parse", "--short", "HEAD")
-    return f"{commit} with changes" if _git("status", "--porcelain", "--", "../bigbatch") else commit
+def commit() -> str:
+    """The commit of the library that is measured."""
+    found = _git("rev-parse", "--short", "HEAD")
+    return f"{found} with changes" if _git("status", "--porcelain", "--", "../bigbatch") else found
 
 
 def _git(*arguments: str) -> str:

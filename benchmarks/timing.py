@@ -20,9 +20,11 @@ class Summary:
     """The upper quartile."""
 
 
-def interleaved(functions: dict[str, Callable[[], Any]], rounds: int, warmup: int) -> dict[str, list[float]]:
+def interleaved(
+    functions: dict[str, Callable[[], Any]], rounds: int, warmup: int, wait: Callable[[], Any] = lambda: None
+) -> dict[str, list[float]]:
     """The seconds that each function took in each round."""
-    turns = Turns(functions, rounds, warmup)
+    turns = Turns(functions, rounds, warmup, wait=wait)
     for _ in turns:
         pass
     return turns.times
@@ -36,12 +38,15 @@ class Turns:
     its name and a function that gives the micro-batches of a window, and the framework iterates over this
     object. Between the guest's windows the others have their turns. The guest's time runs from the request
     for its window's first micro-batch to the request after its last.
+
+    `wait` waits until a device is done, before and at the end of every turn.
     """
 
     functions: dict[str, Callable[[], Any]]
     rounds: int
     warmup: int
     guest: tuple[str, Callable[[], Iterable[Any]]] | None = None
+    wait: Callable[[], Any] = lambda: None
     times: dict[str, list[float]] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Any]:
@@ -49,14 +54,26 @@ class Turns:
         names = [*self.functions, *([self.guest[0]] if self.guest else [])]
         for number in range(-self.warmup, self.rounds):
             for name in draw.sample(names, len(names)):
+                self.wait()
                 start = perf_counter()
                 if name in self.functions:
                     self.functions[name]()
                 elif self.guest:
                     yield from self.guest[1]()
+                self.wait()
                 seconds = perf_counter() - start
                 if number >= 0:
                     self.times.setdefault(name, []).append(seconds)
+
+
+def several(step: Callable[[], Any], num: int) -> Callable[[], None]:
+    """A turn of several steps: training makes one after the other, and the first after another's turn is slower."""
+
+    def steps() -> None:
+        for _ in range(num):
+            step()
+
+    return steps
 
 
 def compare(times: dict[str, list[float]], reference: str) -> dict[str, Summary]:
