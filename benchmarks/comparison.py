@@ -3,7 +3,7 @@
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,11 @@ class Found:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def of(cls, part: dict[str, Any]) -> "Found":
+        """As it was written to a file, with what else is there left out."""
+        return cls(**{one.name: part[one.name] for one in fields(cls) if one.name in part})
 
     def against(self, reference: str) -> dict[str, Summary]:
         """Each contestant against the reference, and each guest against it in the guest's own run."""

@@ -102,19 +102,22 @@ def from_host(setting: Setting) -> dict[str, Any]:
         places[PINNED] = tuple(tensor.pin_memory() for tensor in on_host)
     base = Work(made(ViT, size, setting.device), own_loss, (), micro, adamw, setting.device, "bf16")
     works = {place: replace(base, batch=batch) for place, batch in places.items()}
-    entries: dict[str, Entry] = {BY_HAND: (by_hand, works[ON_DEVICE])}
-    for place, work in works.items():
-        if place != ON_DEVICE:
-            entries[f"`.to(device)` by hand, {place}"] = (by_moving, work)
-        entries[f"{OURS}, {place}"] = (bigbatch_batch, work)
-        if setting.has(CAPTURED):
-            entries[f"{CAPTURED}, {place}"] = (bigbatch_captured, work)
-    found = Comparison(entries, BY_HAND, setting.rounds(12), warmup=5, windows=3).run().as_json()
+    ways: dict[str, Make] = {BY_HAND: by_hand, OURS: bigbatch_batch, CAPTURED: bigbatch_captured}
+    entries: dict[str, Entry] = {}
+    references = {}
+    for (way, make), (place, work) in product(ways.items(), works.items()):
+        if setting.has(way):
+            is_moved = make is by_hand and place != ON_DEVICE
+            name = f"{way}, `.to(device)`, {place}" if is_moved else f"{way}, {place}"
+            entries[name] = (by_moving if is_moved else make, work)
+            references[name] = f"{way}, {ON_DEVICE}"
+    reference = references[f"{BY_HAND}, {ON_DEVICE}"]
+    found = Comparison(entries, reference, setting.rounds(12), warmup=5, windows=3).run().as_json()
     num_bytes = sum(tensor.nbytes for tensor in on_host)
     for name, (_, work) in entries.items():
         if work is works[ON_DEVICE] and name in found["peaks"]:  # it was there before the peak was measured
             found["peaks"][name] = {kind: peak + num_bytes for kind, peak in found["peaks"][name].items()}
-    return found | {"batch_bytes": num_bytes}
+    return found | {"references": references, "batch_bytes": num_bytes}
 
 
 def linear(setting: Setting) -> dict[str, Any]:

@@ -31,10 +31,12 @@ def parsed() -> argparse.Namespace:
 
 def write(part: str, found: dict[str, Any], packages: Sequence[str], device: str | None, options: Any) -> None:
     """Writes what a part found, and what it was measured with."""
+    is_rehearsal = options.tiny or options.device == "cpu"
     command = f"python -m benchmarks.gpu --only {part}"
-    if options.tiny or options.device == "cpu":
+    if is_rehearsal:
         command += f" --device {options.device}" + " --tiny" * options.tiny
     found["about"] = about(packages, device=device, at=options.commit, command=command)
+    found["is_rehearsal"] = is_rehearsal
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"gpu_{part}.json").write_text(json.dumps(found, indent=1, ensure_ascii=False), encoding="utf-8")
 
