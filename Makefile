@@ -44,6 +44,7 @@ format: .venv/check
 bench: .venv/bench
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.tensorflow
 	$(BIN)/python -m benchmarks.jax
 	$(RANKS) --nproc-per-node 2 -m benchmarks.ranks

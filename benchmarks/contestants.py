@@ -22,11 +22,11 @@ def full_batch(model: nn.Module, work: Work) -> Step:
     optimizer = work.optimizer(model)
 
     def step() -> Tensor:
-        optimizer.zero_grad()
         with work.autocast():
             loss = work.loss(model, work.batch)
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         return loss.detach()
 
     return step
@@ -37,13 +37,13 @@ def by_hand(model: nn.Module, work: Work) -> Step:
 
     def step() -> Tensor:
         total = torch.zeros((), device=work.device)
-        optimizer.zero_grad()
         for micro_batch in work.micro_batches():
             with work.autocast():
                 loss = work.loss(model, micro_batch) / work.num_micro_batches
             loss.backward()
             total += loss.detach()
         optimizer.step()
+        optimizer.zero_grad()
         return total
 
     return step
@@ -73,7 +73,6 @@ def by_moving(model: nn.Module, work: Work) -> Step:
 
     def step() -> Tensor:
         total = torch.zeros((), device=work.device)
-        optimizer.zero_grad()
         for micro_batch in work.micro_batches():
             moved = tuple(tensor.to(work.device) for tensor in micro_batch)
             with work.autocast():
@@ -81,6 +80,7 @@ def by_moving(model: nn.Module, work: Work) -> Step:
             loss.backward()
             total += loss.detach()
         optimizer.step()
+        optimizer.zero_grad()
         return total
 
     return step

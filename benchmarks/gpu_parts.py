@@ -124,7 +124,7 @@ def linear(setting: Setting) -> dict[str, Any]:
     """Ever more micro-batches of one size: the time of a step and its peak."""
     graphs = (CAPTURED, CAPTURED_COMPILED)
     return {
-        GPT2: growing(setting, GPT2_SMALL, graphs, rounds=5, passes=8),
+        GPT2: growing(setting, GPT2_SMALL, graphs, rounds=4, passes=8),
         TINY: growing(setting, TINY_GPT, (OURS, *graphs), rounds=12, passes=64),
     }
 
@@ -159,7 +159,7 @@ def growing(setting: Setting, size: Size, names: Sequence[str], rounds: int, pas
 
 
 PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
-    "gpt2": lambda setting: gpt(setting, GPT2_SMALL, rounds=12, steps=1),
+    "gpt2": lambda setting: gpt(setting, GPT2_SMALL, rounds=10, steps=1),
     "tiny": lambda setting: gpt(setting, TINY_GPT, rounds=15, steps=3),
     "images": from_host,
     "linear": linear,

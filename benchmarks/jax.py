@@ -23,6 +23,7 @@ BATCH_SIZE, MICRO_BATCH_SIZE = 256, 32
 NUM = BATCH_SIZE // MICRO_BATCH_SIZE
 HAND = "`lax.scan` by hand"
 PACKAGES = ("jax", "optax")
+COMMAND = "python -m benchmarks.jax"
 
 
 def mlp() -> list[tuple[Any, Any]]:
@@ -153,8 +154,8 @@ def memory_rows() -> list[list[str]]:
 def main() -> None:
     times = markdown_table(["", "hand-written scan = 1", "quartiles", "full batch = 1"], time_rows())
     memory = markdown_table(["batch of 512", "MiB", "full batch = 1"], memory_rows())
-    write_table(RESULTS, "jax", f"{times}\n\n{about(PACKAGES)}")
-    write_table(RESULTS, "jax memory", f"{memory}\n\n{about(PACKAGES)}")
+    write_table(RESULTS, "jax", f"{times}\n\n{about(PACKAGES, command=COMMAND)}")
+    write_table(RESULTS, "jax memory", f"{memory}\n\n{about(PACKAGES, command=COMMAND)}")
     print(times, memory, sep="\n\n")
 
 

@@ -13,13 +13,17 @@ from torch.profiler import ProfilerActivity, profile
 from bigbatch import Window
 from bigbatch.torch import Accumulator
 
+from .contestants import Make, bigbatch_batch, by_hand, full_batch
 from .tables import RESULTS, about, markdown_table, write_table
+from .work import Work
 
 BATCH_SIZE = 1024
 MICRO_BATCH_SIZE = 256
 WIDTH = 256
 NUM_LAYERS = 6
-NUMS_MICRO_BATCHES = (2, 8, 64)
+NUMS_MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+FULL = "full batch"
+WAYS: dict[str, Make] = {"hand-written loop": by_hand, "bigbatch": bigbatch_batch}
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
@@ -48,60 +52,51 @@ def network() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def loss(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
+def loss(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    return model(*batch).square().mean()
 
 
-def full_peak(batch: Tensor) -> int:
-    """Without accumulation: one forward pass, one backward pass, one update."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
 
-    def step() -> None:
-        loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
+def cut_peak(make: Make, num_micro_batches: int) -> int:
+    """One batch, cut into that many micro-batches."""
+    work = Work(network, loss, (torch.randn(BATCH_SIZE, WIDTH),), BATCH_SIZE // num_micro_batches, sgd)
+    step = make(work.model(), work)
     step()
     return peak_bytes(step)
 
 
-def accumulated_peak(batch: Any, micro_batch_size: int | None = None) -> int:
-    model = network()
-    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.01), loss, micro_batch_size)
-    accumulator.step(batch)
-    return peak_bytes(lambda: accumulator.step(batch))
-
-
-def cut_peak(num_micro_batches: int) -> int:
-    """One batch, cut into that many micro-batches."""
-    return accumulated_peak(torch.randn(BATCH_SIZE, WIDTH), BATCH_SIZE // num_micro_batches)
-
-
 def repeated_peak(num_micro_batches: int) -> int:
     """That many micro-batches of one size: the same tensor again and again, so that the inputs do not grow."""
-    return accumulated_peak(Window([torch.randn(MICRO_BATCH_SIZE, WIDTH)] * num_micro_batches))
+    model = network()
+    accumulator = Accumulator(model, sgd(model), loss)
+    window = Window([(torch.randn(MICRO_BATCH_SIZE, WIDTH),)] * num_micro_batches)
+    accumulator.step(window)
+    return peak_bytes(lambda: accumulator.step(window))
+
+
+def cut_peaks() -> dict[str, dict[int, int]]:
+    """Bytes for each number of micro-batches; the full batch is one."""
+    peaks = {name: {num: cut_peak(make, num) for num in NUMS_MICRO_BATCHES} for name, make in WAYS.items()}
+    return {FULL: {1: cut_peak(full_batch, 1)}, **peaks}
 
 
 def main() -> None:
-    full = full_peak(torch.randn(BATCH_SIZE, WIDTH))
-    cut = {num: cut_peak(num) for num in NUMS_MICRO_BATCHES}
+    cut = cut_peaks()
+    full = cut[FULL][1]
     repeated = {num: repeated_peak(num) for num in NUMS_MICRO_BATCHES}
-    least = repeated[NUMS_MICRO_BATCHES[0]]
-    rows = [("full batch", mebibytes(full), "100%", "–", "–")]
+    rows = [(FULL, mebibytes(full), mebibytes(full), "100%", "–", "–")]
     for num in NUMS_MICRO_BATCHES:
-        one, growing = cut[num], repeated[num]
-        cells = mebibytes(one), f"{one / full:.0%}", mebibytes(growing), f"{growing / least:.1%}"
-        rows.append((f"{num} micro-batches", *cells))
-    header = (
-        "",
-        f"a batch of {BATCH_SIZE}, MiB",
-        "of the full batch",
-        f"micro-batches of {MICRO_BATCH_SIZE}, MiB",
-        f"of {NUMS_MICRO_BATCHES[0]} micro-batches",
-    )
+        own = [cut[name][num] for name in WAYS]
+        of_two = f"{repeated[num] / repeated[2]:.1%}"
+        cells = *map(mebibytes, own), f"{own[-1] / full:.0%}", mebibytes(repeated[num]), of_two
+        rows.append((f"{num} micro-batch{'es' * (num > 1)}", *cells))
+    header = ("", *(f"{name}, MiB" for name in WAYS), "of the full batch")
+    header += (f"bigbatch, micro-batches of {MICRO_BATCH_SIZE}, MiB", "of 2 micro-batches")
     table = markdown_table(header, rows)
-    note = f"{about(('torch',), cores=torch.get_num_threads())}."
+    note = f"{about(('torch',), cores=torch.get_num_threads(), command='python -m benchmarks.memory')}."
     write_table(RESULTS, "memory", f"{table}\n\n{note}")
     print(table, note, sep="\n\n")
 

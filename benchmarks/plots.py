@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 FOLDER = Path(__file__).parent / "plots"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
@@ -37,6 +37,7 @@ class Panel:
     spreads: dict[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
     """The quartiles of a line's values, drawn as a band."""
     is_log: bool = False
+    """Up and down; to the right it always is."""
 
 
 def draw(path: str | os.PathLike[str], panels: Sequence[Panel], about: str) -> None:
@@ -45,19 +46,21 @@ def draw(path: str | os.PathLike[str], panels: Sequence[Panel], about: str) -> N
     path.parent.mkdir(exist_ok=True)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(6.4 * len(panels), 5.2), layout="constrained")
+        names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            _draw(axes, panel)
+            _draw(axes, panel, names)
         figure.supxlabel(textwrap.fill(about.replace("`", ""), 100 * len(panels)), fontsize=7.5, color="#555555")
         figure.savefig(path, metadata={"Date": None})
 
 
-def _draw(axes: Axes, panel: Panel) -> None:
-    for number, (name, points) in enumerate(panel.lines.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        nums = sorted(points)
-        label = name.replace("`", "")
-        marker = MARKERS[number % len(MARKERS)]
-        axes.plot(nums, [points[num] for num in nums], color=colour, marker=marker, markersize=5, label=label)
+def _draw(axes: Axes, panel: Panel, names: list[str]) -> None:
+    """A name looks the same in all panels."""
+    for name, points in panel.lines.items():
+        number = names.index(name)
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        nums, label = sorted(points), name.replace("`", "")
+        sizes = {"markersize": max(9 - 2 * number, 4), "linewidth": max(3.5 - number, 1.5)}  # lines may lie on lines
+        axes.plot(nums, [points[num] for num in nums], color=colour, marker=marker, label=label, **sizes)
         if spread := panel.spreads.get(name):
             axes.fill_between(nums, *zip(*(spread[num] for num in nums), strict=True), color=colour, alpha=0.15, lw=0)
     for number, (name, value) in enumerate(panel.limits.items()):
@@ -68,7 +71,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     if panel.is_log:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     else:
         axes.set_ylim(bottom=0)
     axes.set(title=panel.title, xlabel="micro-batches", ylabel=panel.ylabel)

@@ -143,7 +143,7 @@ def main() -> None:
         header = ("", "time per window, reduced every time = 1", "quartiles", "ms")
         table = markdown_table(header, rows)
         num = sum(p.numel() for p in network().parameters())
-        on = about(("torch", "accelerate"))
+        on = about(("torch", "accelerate"), command="torchrun --standalone --nproc-per-node 2 -m benchmarks.ranks")
         note = f"Median of {ROUNDS} rounds, {num / 1e6:.1f} million parameters, {dist.get_world_size()} ranks. {on}."
         write_table(RESULTS, "ranks", f"{table}\n\n{note}")
         print(table, note, sep="\n\n")

@@ -55,7 +55,7 @@ def main() -> None:
             kept, peak = measured(reduce)
             rows.append((f'`reduce="{reduce}"`', mebibytes(kept), mebibytes(peak)))
     table = markdown_table(("", "kept from one micro-batch to the next, MiB", "peak, MiB"), rows)
-    note = f"{torch.cuda.get_device_name()}, {about(('torch',))}."
+    note = f"{about(('torch',), device=torch.cuda.get_device_name(), command='python -m benchmarks.ranks_memory')}."
     write_table(RESULTS, "ranks-memory", f"{table}\n\n{note}")
     print(table, note, sep="\n\n")
 

@@ -8,6 +8,7 @@ import json
 import resource
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,18 +20,19 @@ from sklearn.datasets import load_digits
 from bigbatch.tensorflow import Accumulator
 
 from .tables import RESULTS, about, markdown_table, write_table
-from .timing import compare, interleaved
+from .timing import compare, interleaved, several
 
 ROUNDS = 40
 WARMUP = 2
 STEPS = 25
-"""In a turn: training makes one step after the other, and the first after another contestant's is slower."""
+"""In a turn."""
 BATCH_SIZE, MICRO_BATCH_SIZE = 256, 32
 FULL = "full batch, one `tf.function`"
 OURS = "bigbatch, `step(batch)`"
 LOOP = "Python loop of `tf.function` micro-steps"
 KERAS = "Keras, `gradient_accumulation_steps`"
-PACKAGES = ("tensorflow", "keras")
+PACKAGES = ("tensorflow", "keras", "gradient-accumulator")
+COMMAND = "python -m benchmarks.tensorflow"
 
 cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -112,7 +114,31 @@ def by_keras(model: Any, batch: Any) -> Callable[[], Any]:
     return step
 
 
-CONTESTANTS = {FULL: full_batch, OURS: ours, LOOP: python_loop, KERAS: by_keras}
+def by_gradient_accumulator(model: Any, batch: Any) -> Callable[[], Any]:
+    """Its train_step, compiled as `fit` compiles it."""
+    from gradient_accumulator import GradientAccumulateModel
+
+    num = BATCH_SIZE // MICRO_BATCH_SIZE
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = GradientAccumulateModel(accum_steps=num, inputs=model.inputs, outputs=model.outputs)
+    wrapped.compile(keras.optimizers.SGD(0.1), cross_entropy)
+    micro_step = tf.function(wrapped.train_step)
+
+    def step() -> None:
+        for micro_batch in micro_batches(batch):
+            micro_step(micro_batch)
+
+    return step
+
+
+CONTESTANTS = {
+    FULL: full_batch,
+    OURS: ours,
+    LOOP: python_loop,
+    KERAS: by_keras,
+    "gradient-accumulator": by_gradient_accumulator,
+}
 
 
 def assert_same_update(batch: Any) -> None:
@@ -129,28 +155,18 @@ def assert_same_update(batch: Any) -> None:
         assert error <= 1e-6, f"{name} is {error:.1e} away from the full batch after one step"
 
 
-def several(step: Callable[[], Any]) -> Callable[[], None]:
-    def steps() -> None:
-        for _ in range(STEPS):
-            step()
-
-    return steps
-
-
 def time_table(rounds: int) -> str:
     data = load_digits()
     x = tf.constant(data.data[:BATCH_SIZE] / 16, tf.float32)
     batch = (x, tf.constant(data.target[:BATCH_SIZE]))
     assert_same_update(batch)
-    functions = {name: several(make(mlp(), batch)) for name, make in CONTESTANTS.items()}
+    functions = {name: several(make(mlp(), batch), STEPS) for name, make in CONTESTANTS.items()}
     found = compare(interleaved(functions, rounds, WARMUP), FULL)
-    rows = [(name, f"{one.ratio:.2f}", f"{one.low:.2f}–{one.high:.2f}") for name, one in found.items()]
+    rows = [(name, f"{found[name].ratio:.2f}", f"{found[name].low:.2f}–{found[name].high:.2f}") for name in CONTESTANTS]
     table = markdown_table(("", "time per step, full batch = 1", "quartiles"), rows)
     seconds = found[FULL].seconds / STEPS
-    note = (
-        f"Median of {rounds} rounds of {STEPS} steps; the full batch took {1000 * seconds:.2f} ms. {about(PACKAGES)}."
-    )
-    return f"{table}\n\n{note}"
+    note = f"Median of {rounds} rounds of {STEPS} steps; the full batch took {1000 * seconds:.2f} ms."
+    return f"{table}\n\n{note} {about(PACKAGES, command=COMMAND)}."
 
 
 def peak_of(way: str) -> int:
@@ -179,7 +195,7 @@ def memory_table() -> str:
         ("full batch of 512", f"{full / 2**20:.0f}", "100%"),
         ("in 16 micro-batches of 32", f"{cut / 2**20:.0f}", f"{100 * cut / full:.0f}%"),
     ]
-    return f"{markdown_table(('', 'MiB', 'of the full batch'), rows)}\n\n{about(PACKAGES)}."
+    return f"{markdown_table(('', 'MiB', 'of the full batch'), rows)}\n\n{about(PACKAGES, command=COMMAND)}."
 
 
 def main(rounds: int = ROUNDS) -> None:
@@ -193,4 +209,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["peak"]:
         print(json.dumps(peak(sys.argv[2])))
     else:
-        main()
+        main(*map(int, sys.argv[1:]))

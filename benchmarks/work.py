@@ -53,7 +53,7 @@ def update_of(step_once: Callable[[nn.Module, Work], Any], work: Work) -> Tensor
     model = work.model()
     before = flat(model)
     step_once(model, work)
-    return flat(model) - before
+    return flat(model).to(before.device) - before  # Lightning leaves a model on the CPU
 
 
 def update_error(update: Tensor, expected: Tensor, name: str, precision: str | None) -> float:
