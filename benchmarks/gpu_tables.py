@@ -44,7 +44,8 @@ def tables(parts: dict[str, dict[str, Any]]) -> dict[str, str]:
             made[f"gpu {part}"] = noted(make(parts[part]), parts[part])
     if rows := [goal.row for goal in goals(parts)]:
         abouts = {found["about"].partition(", `")[0] for part, found in parts.items() if part != "jax"}
-        made["gpu goals"] = "\n\n".join([markdown_table(("", "wanted", "reached", ""), rows), *sorted(abouts)])
+        notes = [f"{about}, `python -m benchmarks.gpu`." for about in sorted(abouts)]
+        made["gpu goals"] = "\n\n".join([markdown_table(("", "wanted", "reached", ""), rows), *notes])
     return made
 
 
