@@ -7,6 +7,7 @@ BigBatchError
 ├── LossError        a loss is no scalar, has no graph, or reaches no parameter
 ├── GradientError    the parameters hold gradients that are not ours
 ├── OrderError       calls came in an order that makes no sense
+├── CaptureError     a pass cannot be captured as a CUDA graph
 ├── RankError        another process that trains the same model refused
 ├── StateError       a saved state does not fit
 └── MissingExtraError (also an ImportError)   something optional is not installed
@@ -42,6 +43,10 @@ class GradientError(BigBatchError, RuntimeError):
 
 class OrderError(BigBatchError, RuntimeError):
     """Calls came in an order that makes no sense."""
+
+
+class CaptureError(BigBatchError, RuntimeError):
+    """A pass cannot be captured as a CUDA graph, or its replay is not what it should be."""
 
 
 class RankError(BigBatchError, RuntimeError):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,14 @@ from ..core.weight import (
 from ..core.window import AccumulationSteps, Window, positive, steps_at
 from . import checks, gradients, nest
 from .agreement import Agreed, Agreement, Share
+from .capture import capture_for
+from .captured_optimizer import CapturedOptimizer
 from .gradients import Collection, Gradients, Sums
 from .precision import Precision, is_low
 from .replicas import Reduce
 from .saving import packed, unpacked
 from .sharing import replicas_of
+from .transfer import Transfer
 from .update import Update
 from .weight import Scales, Weight, check_all, on_host, read, weigh
 from .window import MicroBatch, OpenWindow, values_of
@@ -80,6 +83,7 @@ class Accumulator(Update):
         scaler: GradScaler | None = None,
         scheduler: Any = None,
         accumulate_dtype: torch.dtype | None = None,
+        capture: bool | Literal["auto"] = False,
         group: "ProcessGroup | None" = None,
         reduce: Reduce = "window",
     ) -> None:
@@ -115,6 +119,10 @@ class Accumulator(Update):
         self._open: OpenWindow | None = None
         self._in_block = False
         self._batch_norms = checks.batch_norm_modules(model)
+        self._transfer = Transfer(gradients.parameters)
+        self._capture = capture_for(capture, model, loss, gradients, self._precision, self._replicas)
+        if self._capture is not None:
+            self._captured_optimizer = CapturedOptimizer(optimizer, self._capture.device, self._capture.pool)
 
     # --- a batch, or a window of micro-batches -----------------------------------------------------------
 
@@ -147,10 +155,16 @@ class Accumulator(Update):
         sums = Sums()
         losses: list[list[Any]] = []
         scales_of = Scales(agreed, self.reduction)
-        self._replicas.begin([micro_batch for micro_batch, _ in passes], agreed)
+        capture = self._capture if self._capture is not None and self._capture.is_on else None
+        if capture is not None:
+            capture.begin(loss)
+        is_overlapping = self._replicas.is_shared and capture is None
+        micro_batches = [micro_batch for micro_batch, _ in passes]
+        self._replicas.begin(micro_batches, agreed)
         with self._replicas.window(), self._gradients.collecting(sums) as collection:
-            for number, (micro_batch, weight) in enumerate(passes):
-                is_last = self._replicas.is_shared and self._replicas.is_last(
+            for number, micro_batch in enumerate(self._transfer.arriving(micro_batches)):
+                weight = passes[number][1]
+                is_last = is_overlapping and self._replicas.is_last(
                     number, len(passes), agreed, is_whole=self._is_whole(weight)
                 )
                 with self._replicas.passing(is_last=is_last):
@@ -173,6 +187,11 @@ class Accumulator(Update):
         collection: Collection,
     ) -> list[Any]:
         """Adds the gradient of one micro-batch; returns its losses and lets go of everything else."""
+        if self._capture is not None and self._capture.is_on:
+            scale = times(scales_of(weight), self._replicas.divisor)
+            losses = self._capture.add(self._forward(loss, len(weight)), micro_batch, scale, collection)
+            if losses is not None:
+                return losses
         terms = self._precision.terms(loss, self.model, micro_batch)
         checks.check_loss(terms, len(weight))
         collection.check()
@@ -188,6 +207,14 @@ class Accumulator(Update):
             collection.added()
         return values_of(terms)
 
+    def _forward(self, loss: Loss, num_weights: int) -> Callable[[Any], Terms]:
+        def forward(micro_batch: Any) -> Terms:
+            terms = self._precision.terms(loss, self.model, micro_batch)
+            checks.check_loss(terms, num_weights)
+            return terms
+
+        return forward
+
     def _add_unscaled(self, term: Tensor, scale: Any, collection: Collection, *, keep_graph: bool) -> None:
         """Adds a term's gradient as it is: its weight goes into the measure of the sums, where nothing is rounded."""
         if isinstance(scale, Tensor) or scale:
@@ -198,7 +225,7 @@ class Accumulator(Update):
     def _add_nothing(self, loss: Loss) -> None:
         """Goes through the model for the sake of ranks that have more micro-batches; what it adds counts zero."""
         with self._replicas.buffers_kept():
-            terms = self._precision.terms(loss, self.model, self._replicas.spare)
+            terms = self._precision.terms(loss, self.model, self._transfer.brought(self._replicas.spare))
             self._precision.backward(terms, tuple(torch.zeros_like(term) for term in terms))
 
     def _micro_batches(self, batch: Any) -> tuple[Sequence[Any], list[int]]:
@@ -234,6 +261,10 @@ class Accumulator(Update):
             raise OptionError("micro_batch() does not know how long a window is: pass accumulation_steps=…")
         if weight is None and self.reduction == "mean":
             raise OptionError("micro_batch() needs weight=…: over how many samples or tokens the loss is a mean")
+        if self._capture is not None and self._capture.is_required:
+            raise OptionError(
+                'micro_batch() is a loop of yours, which cannot be captured: use step(), or capture="auto"'
+            )
         terms = on_host(as_terms(1 if weight is None else weight))
         self._refuse_in_block("micro_batch()")
         with self._replicas.telling_before_meeting():

@@ -291,3 +291,18 @@ def takes_wide(optimizer: torch.optim.Optimizer, parameter: Tensor, dtype: torch
         if any(isinstance(s, Tensor) and s.ndim and s.dtype != trial.dtype for s in state):
             return False
     return True
+
+
+def leaves_of(loss: Tensor) -> set[Tensor]:
+    """The tensors that a backward pass would leave gradients on."""
+    found: set[Tensor] = set()
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                found.add(node.variable)
+            waiting += [following for following, _ in node.next_functions]
+    return found

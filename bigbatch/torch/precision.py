@@ -81,7 +81,8 @@ class Precision:
         else:
             torch.autograd.backward(counted, seeds, retain_graph=keep_graph)
 
-    def _seed(self, loss: Tensor, scale: Any) -> Tensor:
+    def seed(self, scale: Any, loss: Tensor) -> Tensor:
+        """The gradient that a backward pass from this loss starts from."""
         if isinstance(scale, Tensor):
             seed = scale.expand(loss.shape)
         else:

@@ -19,6 +19,7 @@ from ..core.window import Window, cuts
 from . import nest
 from .accumulator import Accumulator, Loss
 from .checks import batch_norms
+from .gradients import leaves_of
 from .replay import Recording, Replay
 from .weight import Weight, weigh
 
@@ -204,18 +205,3 @@ def cast_to(batch: Any, dtype: torch.dtype) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return nest.map_tensors(cast, batch)
-
-
-def leaves_of(loss: Tensor) -> set[Tensor]:
-    """The tensors that a backward pass would leave gradients on."""
-    found: set[Tensor] = set()
-    seen: set[Any] = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if hasattr(node, "variable"):
-                found.add(node.variable)
-            waiting += [following for following, _ in node.next_functions]
-    return found

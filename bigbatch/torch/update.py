@@ -12,6 +12,7 @@ from ..core.step import Step
 from ..core.weight import Reduction, Terms, from_terms
 from . import checks, gradients
 from .agreement import Agreement
+from .captured_optimizer import CapturedOptimizer
 from .gradients import Gradients, Sums
 from .precision import Precision
 from .replicas import Replicas
@@ -41,11 +42,17 @@ class Update:
         self._gradients = gradients
         self._precision = precision
         self._replicas = replicas
+        self._captured_optimizer: CapturedOptimizer | None = None
 
     @property
     def scaler(self) -> GradScaler | None:
         """The GradScaler in use: the user's, or ours with precision "fp16"."""
         return self._precision.scaler
+
+    def _step_optimizer(self) -> None:
+        is_captured = self._captured_optimizer is not None and self.scaler is None and self._captured_optimizer.step()
+        if not is_captured:
+            self._precision.step(self.optimizer)
 
     def _apply(
         self, sums: Sums, losses: Callable[[], Terms], agreement: Agreement, micro_batch_size: int | None
@@ -82,7 +89,7 @@ class Update:
             if math.isfinite(norm):
                 gradients.clip(sums, norm, self.clip_norm, self.clip_value)
                 with self._gradients.handed_over(sums):
-                    self._precision.step(self.optimizer)
+                    self._step_optimizer()
             elif self.scaler is None:  # with a scaler an overflow now and then is how it finds its scale
                 checks.tell_not_finite(self._gradients.first_not_finite(sums), self.num_steps + 1)
             self._precision.update()

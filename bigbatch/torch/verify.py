@@ -14,6 +14,7 @@ from ..core.verification import Verification
 from ..core.weight import Reduction
 from ..core.window import positive
 from .accumulator import Loss
+from .transfer import Transfer
 from .trial import Trial, cast_to, copied
 from .weight import Weight
 
@@ -42,7 +43,9 @@ def verify(
     """
     micro_batch_size = positive("micro_batch_size", micro_batch_size)
     with _random_state_kept(model), _dtype_noted(dtype):
-        trial = Trial(copied(model, dtype), cast_to(batch, dtype), loss, micro_batch_size, weight, reduction)
+        twin = copied(model, dtype)
+        batch = Transfer(list(twin.parameters())).brought(cast_to(batch, dtype))
+        trial = Trial(twin, batch, loss, micro_batch_size, weight, reduction)
         try:
             return audit_loop(trial, step, tolerance) if step else audit(trial, tolerance)
         finally:

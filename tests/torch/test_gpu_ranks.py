@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from bigbatch import OptionError
 from bigbatch.torch import Accumulator
 from tests.ranks.shared import whole
 
@@ -128,3 +129,27 @@ def test_fp16_with_a_scaler(share: Callable[[nn.Module], nn.Module]) -> None:
     applied = [accumulator.step(data()).is_applied for _ in range(40)]
     assert not applied[0]
     assert applied[-1]
+
+
+@pytest.mark.parametrize("bucket_view", [True, False])
+def test_captured_passes_under_ddp(bucket_view: bool) -> None:
+    full, model = make_model(torch.float64), make_model(torch.float64)
+    optimizer = torch.optim.SGD(full.parameters(), lr=0.1)
+    ours = DistributedDataParallel(model, device_ids=[0], gradient_as_bucket_view=bucket_view)
+    accumulator = Accumulator(ours, torch.optim.SGD(ours.parameters(), lr=0.1), loss, 8, capture=True)
+    for size in (53, 53, 48, 53, 53, 7):
+        optimizer.zero_grad()
+        loss(full, data(size, torch.float64)).backward()
+        optimizer.step()
+        accumulator.step(data(size, torch.float64))
+    assert accumulator._capture is not None
+    assert accumulator._capture.num_replays > 10
+    assert float((flat(model) - flat(full)).norm() / flat(full).norm()) < 1e-12
+
+
+def test_fully_shard_cannot_be_captured() -> None:
+    if "nccl" not in dist.get_backend_config():
+        pytest.skip("gloo does not scatter what is on a GPU")
+    model = sharded(make_model())
+    with pytest.raises(OptionError, match="fully_shard gathers parameters in every pass"):
+        Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, 8, capture=True)

@@ -90,7 +90,8 @@ class Run:
 
     def __init__(self, problem: Problem, make_optimizer: MakeOptimizer = sgd, epochs: int = 1, **options: Any) -> None:
         self.problem = problem
-        self.model = make_model(problem)
+        self.device = options.pop("device", "cpu")
+        self.model = make_model(problem, device=self.device)
         self.before = flat(self.model)
         self.optimizer = make_optimizer(self.model)
         self.scheduler = options.pop("make_scheduler", lambda _: None)(self.optimizer)
@@ -102,7 +103,7 @@ class Run:
 
     def full(self) -> "Run":
         """The plain full batch, with nothing of ours."""
-        for batch in make_batches(self.problem) * self.epochs:
+        for batch in make_batches(self.problem, device=self.device) * self.epochs:
             self.optimizer.zero_grad()
             loss = self.loss(self.model, batch)
             loss = sum(loss) if isinstance(loss, tuple) else loss
@@ -113,7 +114,7 @@ class Run:
 
     def naive(self) -> "Run":
         """The loop that most people write: divided by the number of micro-batches."""
-        for batch in make_batches(self.problem) * self.epochs:
+        for batch in make_batches(self.problem, device=self.device) * self.epochs:
             self.optimizer.zero_grad()
             micro_batches, _ = nest.cut(batch, self.problem.micro_batch_size)
             for micro_batch in micro_batches:
@@ -125,7 +126,7 @@ class Run:
         return self
 
     def accumulated(self, way: str) -> "Run":
-        for batch in make_batches(self.problem) * self.epochs:
+        for batch in make_batches(self.problem, device=self.device) * self.epochs:
             step = getattr(self, f"_by_{way}")(batch)
             assert step.is_applied
             self.steps.append(step)

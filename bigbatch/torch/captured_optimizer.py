@@ -1,0 +1,78 @@
+"""The optimizer's step as a CUDA graph, where the optimizer allows it."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from .graph import record
+from .surroundings import PLAIN
+
+
+class CapturedOptimizer:
+    """Replays the step for as long as nothing that it was recorded with changes.
+
+    The learning rate and the like are numbers that a recording fixes. So a step is recorded when the one before it had
+    the same: never under a schedule that changes a number each time, once under one that changes a tensor.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, pool: Callable[[], Any]) -> None:
+        self._optimizer: Any = optimizer
+        self._device = device
+        self._pool = pool
+        self._before: list[Hashable] = []
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def step(self) -> bool:
+        """Whether the step was made."""
+        if not self._can_be_recorded():
+            return False
+        now = self._surroundings()
+        if now != self._before:
+            self._before = now
+            self._graph = None
+            return False
+        if self._graph is None:
+            self._graph = record(self._optimizer.step, self._device, self._pool())
+        self._graph.replay()
+        return True
+
+    def _can_be_recorded(self) -> bool:
+        """SGD has no state on the host; others of torch's have none with capturable=True. Hooks would not be called."""
+        optimizer = self._optimizer
+        kind = type(optimizer)
+        return (
+            kind.__module__.startswith("torch.optim.")
+            and all(group.get("capturable", is_plain_sgd(kind, group)) for group in optimizer.param_groups)
+            and not optimizer._optimizer_step_pre_hooks
+            and not optimizer._optimizer_step_post_hooks
+            and not _global_optimizer_pre_hooks
+            and not _global_optimizer_post_hooks
+        )
+
+    def _surroundings(self) -> list[Hashable]:
+        found: list[Hashable] = []
+        state = self._optimizer.state
+        for group in self._optimizer.param_groups:
+            found += [_seen(value) for name, value in group.items() if name != "params"]
+            for p in group["params"]:
+                found.append(p.data_ptr())
+                found.append(None if p.grad is None else p.grad.data_ptr())
+                found += [_seen(value) for value in state[p].values()] if p in state else ()
+        return found
+
+
+def is_plain_sgd(kind: type, group: dict[str, Any]) -> bool:
+    """One that has no state on the host, unless it reads its learning rate from a tensor."""
+    return kind is torch.optim.SGD and not isinstance(group["lr"], Tensor)
+
+
+def _seen(value: Any) -> Hashable:
+    """A number as it is; a tensor by its place, since its value is read when the step is replayed."""
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value.device
+    if type(value) is tuple:
+        return tuple(map(_seen, value))
+    return value if type(value) in PLAIN else id(value)
