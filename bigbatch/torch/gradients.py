@@ -293,11 +293,11 @@ def takes_wide(optimizer: torch.optim.Optimizer, parameter: Tensor, dtype: torch
     return True
 
 
-def leaves_of(loss: Tensor) -> set[Tensor]:
+def leaves_of(*losses: Tensor) -> set[Tensor]:
     """The tensors that a backward pass would leave gradients on."""
     found: set[Tensor] = set()
     seen: set[Any] = set()
-    waiting = [loss.grad_fn]
+    waiting = [loss.grad_fn for loss in losses]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:

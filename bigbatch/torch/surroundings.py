@@ -3,7 +3,7 @@
 import functools
 import random
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import Any
 
@@ -29,24 +29,23 @@ def surroundings(model: nn.Module, loss: Callable[..., Any]) -> list[Any]:
         torch.are_deterministic_algorithms_enabled(),
     ]
     beside = _beside(loss)
-    _look_at((value for value in beside if type(value) not in SIZED), found)
+    found += _seen(value for value in beside if type(value) not in SIZED)
     for whole in [model, *(value for value in beside if isinstance(value, nn.Module) and value is not model)]:
         for module in whole.modules():
-            _look_at(module.__dict__.values(), found)
-            _look_at(module._parameters.values(), found)
-            _look_at(module._buffers.values(), found)
+            found += _seen(module.__dict__.values())
+            found += _seen(module._parameters.values())
+            found += _seen(module._buffers.values())
     return found
 
 
-def _look_at(values: Any, found: list[Any]) -> None:
-    for value in values:
-        kind = type(value)
-        if kind in PLAIN:
-            found.append(value)
-        elif kind in SIZED:
-            found.append(len(value))
-        elif isinstance(value, Tensor):
-            found.append((value.data_ptr(), value.requires_grad))
+def _seen(values: Iterable[Any]) -> list[Any]:
+    return [
+        value if (kind := type(value)) in PLAIN else len(value) if kind in SIZED else _place(value) for value in values
+    ]
+
+
+def _place(value: Any) -> Any:
+    return (value.data_ptr(), value.requires_grad) if isinstance(value, Tensor) else None
 
 
 def _beside(loss: Any) -> list[Any]:
