@@ -179,7 +179,7 @@ class Pass:
     def _gradients_of(self, terms: Terms, seeds: list[Tensor], leaves: list[Tensor]) -> Sequence[Tensor]:
         """The same without adding them up, which is done for all of them at once."""
         counted = self._counted(terms)
-        reached = leaves_of(*(terms[t] for t in counted)).intersection(leaves, self._gradients.parameters)
+        reached = leaves_of(*(terms[t] for t in counted)) & {*leaves, *self._gradients.parameters}
         if reached != set(leaves):
             raise CaptureError(
                 f"the loss reached {len(reached)} parameters and {len(leaves)} before with the same micro-batch, which "
