@@ -397,6 +397,7 @@ class Accumulator(Update):
         The model, the optimizer and the scheduler are the user's and are saved beside it, as always. Where several
         ranks train the model together, each has a state of its own, for torch.distributed.checkpoint.
         """
+        self.settle()
         if self._open is not None:
             self._replicas.check_saving(len(self._open))
         window = None if self._open is None else self._open.state_dict(self._gradients.parameters)

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .graph import record
+from .outcome import has_hooks
 from .surroundings import PLAIN
 
 
@@ -46,14 +46,11 @@ class CapturedOptimizer:
         return (
             kind.__module__.startswith("torch.optim.")
             and all(group.get("capturable", is_plain_sgd(kind, group)) for group in optimizer.param_groups)
-            and not optimizer._optimizer_step_pre_hooks
-            and not optimizer._optimizer_step_post_hooks
-            and not _global_optimizer_pre_hooks
-            and not _global_optimizer_post_hooks
+            and not has_hooks(optimizer)
         )
 
     def _surroundings(self) -> list[Hashable]:
-        found: list[Hashable] = []
+        found: list[Hashable] = [_seen(getattr(self._optimizer, "found_inf", None))]
         state = self._optimizer.state
         for group in self._optimizer.param_groups:
             found += [_seen(value) for name, value in group.items() if name != "params"]

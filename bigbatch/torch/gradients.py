@@ -187,6 +187,21 @@ def clip(sums: Sums, total_norm: float, clip_norm: float | None, clip_value: flo
         torch._foreach_clamp_max_(tensors, clip_value)
 
 
+def norm_on_device(sums: Sums) -> tuple[Tensor, Tensor]:
+    """The norm of each of them and over all, which nobody waits for. Squares that overflow float32 make it infinite."""
+    norms = torch._foreach_norm(values(sums))
+    is_mixed = len({norm.dtype for norm in norms}) > 1
+    stacked = torch.stack([norm.double() for norm in norms] if is_mixed else list(norms)).double()
+    return stacked, torch.linalg.vector_norm(stacked)
+
+
+def clip_on_device(sums: Sums, total_norm: Tensor, clip_norm: float | None, clip_value: float | None) -> None:
+    """As `clip`, by a norm that is not on the host."""
+    if clip_norm is not None:
+        torch._foreach_mul_(values(sums), (clip_norm / (total_norm + 1e-6)).clamp(max=1.0).float())
+    clip(values(sums), math.nan, None, clip_value)
+
+
 def _values(gradient: Tensor) -> Tensor:
     gradient = local(gradient)
     gradient = gradient._values() if gradient.is_sparse else gradient

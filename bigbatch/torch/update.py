@@ -1,10 +1,12 @@
 """What ends a window: the gradient of the whole batch is unscaled, checked, clipped and applied, once."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp import GradScaler
 
 from ..core.errors import LossError
@@ -14,6 +16,7 @@ from . import checks, gradients
 from .agreement import Agreement
 from .captured_optimizer import CapturedOptimizer
 from .gradients import Gradients, Sums
+from .outcome import Later, Outcome, can_be_skipped_on_device
 from .precision import Precision
 from .replicas import Replicas
 
@@ -43,6 +46,9 @@ class Update:
         self._precision = precision
         self._replicas = replicas
         self._captured_optimizer: CapturedOptimizer | None = None
+        self._pending: Outcome | None = None
+        """What became of the last step, if that is not known yet."""
+        self._is_skipped: Tensor | None = None
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -60,29 +66,32 @@ class Update:
         """All that belongs to a step, once: unscale, check, clip, apply, schedule."""
         has_weight = agreement.has_weight(self.reduction)
         terms = losses if has_weight else tuple(0.0 for _ in agreement.total)
-        norm = self._finish(sums) if has_weight else 0.0
-        is_applied = has_weight and math.isfinite(norm)
-        if is_applied and self.scheduler is not None:
+        outcome = self._finish(sums) if has_weight else None
+        if self.scheduler is not None and outcome is not None and outcome.is_applied():
             self.scheduler.step()
         self.num_steps += 1
         return Step(
             terms=terms,
             weight=from_terms(agreement.total),
-            grad_norm=norm,
+            grad_norm=0.0 if outcome is None else outcome.norm,
             num_micro_batches=agreement.num_micro_batches,
             micro_batch_size=micro_batch_size,
-            is_applied=is_applied,
+            is_applied=False if outcome is None else outcome.is_applied,
             reduction=self.reduction,
         )
 
-    def _finish(self, sums: Sums) -> float:
-        """Brings the finished gradient to the parameters if it is finite; returns its norm."""
+    def _finish(self, sums: Sums) -> Outcome:
+        """Brings the finished gradient to the parameters if it is finite."""
         if not sums:
             raise LossError(
                 "the loss reached none of the optimizer's parameters: "
                 "compute it with the model whose parameters the optimizer holds"
             )
         try:
+            if self._need_not_wait(sums):
+                outcome = self._finish_on_device(sums)
+                self._precision.update()
+                return outcome
             self._precision.unscale(self.optimizer, sums)
             self._replicas.agree_on_overflow(self.scaler, self.optimizer)
             norm = gradients.norm(sums)
@@ -93,9 +102,56 @@ class Update:
             elif self.scaler is None:  # with a scaler an overflow now and then is how it finds its scale
                 checks.tell_not_finite(self._gradients.first_not_finite(sums), self.num_steps + 1)
             self._precision.update()
+            return Outcome(norm)
         except BaseException:
             self._precision.forget(self.optimizer)
             raise
         finally:
             gradients.clear(self._gradients.parameters)
-        return norm
+
+    # --- without waiting for the device ------------------------------------------------------------------
+
+    def _need_not_wait(self, sums: Sums) -> bool:
+        """Whether nobody on the host has to know if the gradient is finite: a schedule and a scaler would."""
+        return (
+            self._precision.device == "cuda"
+            and self.scheduler is None
+            and self.scaler is None
+            and not self._replicas.is_sharded
+            and len({p.get_device() for p in sums}) == 1
+            and can_be_skipped_on_device(self.optimizer)
+        )
+
+    def _finish_on_device(self, sums: Sums) -> Outcome:
+        """The same, but it is the device that looks whether the gradient is finite. The host may be a window ahead."""
+        norms, total = gradients.norm_on_device(sums)
+        gradients.clip_on_device(sums, total, self.clip_norm, self.clip_value)
+        parameters, number = list(sums), self.num_steps + 1
+
+        def tell(first: int | None) -> None:
+            checks.tell_not_finite(None if first is None else self._gradients.name(parameters[first]), number)
+
+        outcome = Later(norms, total, tell)
+        self.settle()
+        self._pending = outcome
+        with self._gradients.handed_over(sums), self._skipping(~torch.isfinite(total)):
+            self._step_optimizer()
+        return outcome
+
+    @contextmanager
+    def _skipping(self, is_skipped: Tensor) -> Iterator[None]:
+        """Inside, the optimizer leaves a step out if the device says so."""
+        optimizer: Any = self.optimizer
+        if self._is_skipped is None:
+            self._is_skipped = torch.zeros((), device=is_skipped.device)
+        optimizer.grad_scale, optimizer.found_inf = None, self._is_skipped.copy_(is_skipped)
+        try:
+            yield
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+    def settle(self) -> None:
+        """Waits until it is known what became of the last step."""
+        if self._pending is not None:
+            self._pending.norm()
+            self._pending = None

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import Window
+from bigbatch import BigBatchWarning, Window
 from bigbatch.torch import Accumulator, verify
 
 pytestmark = [
@@ -129,3 +129,67 @@ def test_verify_replays_dropout_and_leaves_the_random_state() -> None:
     found = verify(model, data(), loss, 16)
     assert found.is_exact, str(found)
     assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+# --- a fused optimizer leaves a step out by itself, so the host need not wait -----------------------------
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+
+
+@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_nothing_at_all_is_waited_for(capture: bool, clip_norm: float | None) -> None:
+    full, ours = make_model(torch.float64), make_model(torch.float64)
+    optimizer = fused(full)
+    accumulator = Accumulator(ours, fused(ours), loss, 8, capture=capture, clip_norm=clip_norm)
+    batch = data(53, torch.float64)
+    norms, steps = [], []
+    for number in range(6):
+        optimizer.zero_grad()
+        loss(full, batch).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(full.parameters(), clip_norm or 1e9)))
+        optimizer.step()
+        try:
+            torch.cuda.set_sync_debug_mode("error" if number > 3 else "default")
+            steps.append(accumulator.step(batch))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for a, b in zip(ours.parameters(), full.parameters(), strict=True):
+        assert (a - b).norm() <= 1e-7 * b.norm()  # the factor of clipping is rounded to float32
+    assert [step.grad_norm for step in steps] == pytest.approx(norms)
+    assert all(step.is_applied for step in steps)
+
+
+@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize("capturable", [True, False])
+def test_the_device_leaves_out_a_step_that_is_not_finite(capture: bool, capturable: bool) -> None:
+    def trained(has_bad: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=capturable)
+        accumulator = Accumulator(model, optimizer, loss, 8, capture=capture, clip_norm=1.0)
+        bad = (torch.full_like(data()[0], torch.inf), data()[1])
+        for number in range(8):
+            if has_bad and number in (0, 5):
+                with pytest.warns(BigBatchWarning, match=f"step {number + 1 + (number > 0)} was skipped: .* 0.weight"):
+                    assert not accumulator.step(bad).is_applied
+            assert accumulator.step(data()).is_applied
+        return model, optimizer
+
+    (ours, optimizer), (clean, _) = trained(True), trained(False)
+    for a, b in zip(ours.parameters(), clean.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {8.0}
+
+
+def test_a_step_that_was_left_out_is_told_with_the_next_one() -> None:
+    model = make_model()
+    accumulator = Accumulator(model, fused(model), loss, 8)
+    accumulator.step((torch.full_like(data()[0], torch.inf), data()[1]))
+    with pytest.warns(BigBatchWarning, match="step 1 was skipped"):
+        accumulator.step(data())
+    accumulator.step((torch.full_like(data()[0], torch.inf), data()[1]))
+    with pytest.warns(BigBatchWarning, match="step 3 was skipped"):
+        accumulator.state_dict()

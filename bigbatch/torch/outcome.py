@@ -1,0 +1,68 @@
+"""What became of a step: known at once, or when the device has got there."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+
+class Outcome:
+    """The norm of the gradient, and whether it was applied: only if it is finite."""
+
+    def __init__(self, norm: float) -> None:
+        self._norm = norm
+
+    def norm(self) -> float:
+        return self._norm
+
+    def is_applied(self) -> bool:
+        return math.isfinite(self.norm())
+
+
+class Later(Outcome):
+    """On its way from the device. Whoever asks waits for that step, not for what was started after it."""
+
+    def __init__(self, norms: Tensor, total: Tensor, tell: Callable[[int | None], None]) -> None:
+        on_device = torch.cat([norms, total.reshape(1)])
+        on_host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+        on_host.copy_(on_device, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._waiting: tuple[Tensor, Any, Callable[[int | None], None]] | None = (on_host, arrived, tell)
+
+    def norm(self) -> float:
+        """Says so, once, if it is not finite: the number of the first parameter with such a gradient is told."""
+        if self._waiting is not None:
+            on_host, arrived, tell = self._waiting
+            arrived.synchronize()
+            *norms, self._norm = on_host.tolist()
+            self._waiting = None
+            if not math.isfinite(self._norm):
+                tell(next((number for number, norm in enumerate(norms) if not math.isfinite(norm)), None))
+        return self._norm
+
+
+def can_be_skipped_on_device(optimizer: Any) -> bool:
+    """Whether the optimizer itself leaves out a step that a tensor on the device tells it to leave out.
+
+    Torch's fused ones do, for the sake of GradScaler. Hooks would be called all the same.
+    """
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and type(optimizer).__module__.startswith("torch.optim.")
+        and all(group.get("fused") for group in optimizer.param_groups)
+        and not has_hooks(optimizer)
+    )
+
+
+def has_hooks(optimizer: Any) -> bool:
+    """Whether anybody wants to know of each step."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
