@@ -39,3 +39,7 @@ def free(device: str) -> None:
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
+
+
+def reserved(device: str) -> int:
+    return torch.cuda.memory_reserved() if device == "cuda" else 0

@@ -25,7 +25,7 @@ from .contestants import (
     full_batch,
     with_compiled_loss,
 )
-from .device import free, peak_of, wait_for
+from .device import free, peak_of, reserved, wait_for
 from .guests import GUESTS
 from .models import GPT, ViT, images, own_loss, texts
 from .sizes import BATCH_SIZE, GPT2, GPT2_SMALL, MICRO_BATCH_SIZE, REHEARSAL, SMALL_VIT, TINY, TINY_GPT, Size
@@ -88,7 +88,7 @@ def gpt(setting: Setting, size: Size, rounds: int, steps: int) -> dict[str, Any]
     """One batch in 8 micro-batches, in every way."""
     work = gpt_work(setting.size(size), BATCH_SIZE // MICRO_BATCH_SIZE, setting.device)
     entries: dict[str, Entry] = {name: (make, work) for name, make in CONTESTANTS.items() if setting.has(name)}
-    comparison = Comparison(entries, BY_HAND, setting.rounds(rounds), warmup=5, guests=GUESTS, steps=steps)
+    comparison = Comparison(entries, BY_HAND, setting.rounds(rounds), warmup=3, guests=GUESTS, steps=steps, windows=3)
     return comparison.run().as_json()
 
 
@@ -112,7 +112,7 @@ def from_host(setting: Setting) -> dict[str, Any]:
             entries[name] = (by_moving if is_moved else make, work)
             references[name] = f"{way}, {ON_DEVICE}"
     reference = references[f"{BY_HAND}, {ON_DEVICE}"]
-    found = Comparison(entries, reference, setting.rounds(12), warmup=5, windows=3).run().as_json()
+    found = Comparison(entries, reference, setting.rounds(8), warmup=3, windows=3).run().as_json()
     num_bytes = sum(tensor.nbytes for tensor in on_host)
     for name, (_, work) in entries.items():
         if work is works[ON_DEVICE] and name in found["peaks"]:  # it was there before the peak was measured
@@ -124,8 +124,8 @@ def linear(setting: Setting) -> dict[str, Any]:
     """Ever more micro-batches of one size: the time of a step and its peak."""
     graphs = (CAPTURED, CAPTURED_COMPILED)
     return {
-        GPT2: growing(setting, GPT2_SMALL, graphs, rounds=4, passes=8),
-        TINY: growing(setting, TINY_GPT, (OURS, *graphs), rounds=12, passes=64),
+        GPT2: growing(setting, GPT2_SMALL, (CAPTURED_COMPILED,), rounds=4, passes=8),
+        TINY: growing(setting, TINY_GPT, graphs, rounds=12, passes=64),
     }
 
 
@@ -141,20 +141,18 @@ def growing(setting: Setting, size: Size, names: Sequence[str], rounds: int, pas
     }
     ways = {way: ways[way] for way in names if setting.has(way)} or {OURS: ways[OURS]}
 
-    def train(make: Callable[[], Accumulator], num: int) -> None:
-        several(partial(make().step, batches[num]), max(2, 16 // num))()
-
-    for make in ways.values():  # what is made once, a compiled loss above all, is no part of any peak
-        train(make, nums[0])
-        free(setting.device)
     peaks: dict[str, dict[int, Any]] = {way: {} for way in ways}
-    for (way, make), num in product(ways.items(), nums):
-        peaks[way][num] = peak_of(partial(train, make, num), setting.device)
-        free(setting.device)
     functions, steps = {}, {num: max(1, passes // num) for num in nums}
     for way, make in ways.items():
+        free(setting.device)
+        before = reserved(setting.device)
         accumulator = make()
+        several(partial(accumulator.step, batches[nums[0]]), 3)()  # recorded by then
         for num in nums:
+            free(setting.device)
+            held = reserved(setting.device) - before
+            found = peak_of(partial(accumulator.step, batches[num]), setting.device)
+            peaks[way][num] = {kind: peak + held for kind, peak in found.items()}
             functions[way, num] = several(partial(accumulator.step, batches[num]), steps[num])
     times = interleaved(functions, setting.rounds(rounds), 1, wait)
     per_step = {way: {num: [t / steps[num] for t in times[way, num]] for num in nums} for way in ways}
@@ -162,7 +160,7 @@ def growing(setting: Setting, size: Size, names: Sequence[str], rounds: int, pas
 
 
 PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
-    "gpt2": lambda setting: gpt(setting, GPT2_SMALL, rounds=10, steps=1),
+    "gpt2": lambda setting: gpt(setting, GPT2_SMALL, rounds=8, steps=1),
     "tiny": lambda setting: gpt(setting, TINY_GPT, rounds=15, steps=3),
     "images": from_host,
     "linear": linear,
