@@ -188,7 +188,7 @@ class Accumulator(Update):
     ) -> list[Any]:
         """Adds the gradient of one micro-batch; returns its losses and lets go of everything else."""
         if self._capture is not None and self._capture.is_on:
-            scale = times(scales_of(weight), self._replicas.divisor)
+            scale = times(scales_of[weight], self._replicas.divisor)
             losses = self._capture.add(self._forward(loss, len(weight)), micro_batch, scale, collection)
             if losses is not None:
                 return losses

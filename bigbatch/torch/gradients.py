@@ -199,7 +199,7 @@ def clip_on_device(sums: Sums, total_norm: Tensor, clip_norm: float | None, clip
     """As `clip`, by a norm that is not on the host."""
     if clip_norm is not None:
         torch._foreach_mul_(values(sums), (clip_norm / (total_norm + 1e-6)).clamp(max=1.0).float())
-    clip(values(sums), math.nan, None, clip_value)
+    clip(sums, math.nan, None, clip_value)
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class Precision:
         for t, loss in enumerate(losses):
             if loss.requires_grad and (isinstance(scales[t], Tensor) or scales[t]):
                 counted.append(loss)
-                seeds.append(self._seed(loss, scales[t]))
+                seeds.append(self.seed(scales[t], loss))
         if not counted:
             return
         if torch.is_autocast_enabled(self.device):

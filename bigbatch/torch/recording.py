@@ -112,7 +112,7 @@ class Pass:
             before = Sums((p, g.clone()) for p, g in taken(parameters).items())  # they may lie in the buffers
             numbers = (1.0,) if is_any_low else self._scale
             seeds = [self._precision.seed(*pair).clone() for pair in zip(numbers, terms, strict=True)]
-            self._backward(terms, seeds)
+            self._precision.backward(terms, numbers)
             expected = taken(parameters)
             losses = [term.detach().reshape(()).clone() for term in terms]
             strangers = weakly(leaves_of(*terms).difference(parameters, nest.tensors(static)))
@@ -171,13 +171,8 @@ class Pass:
             work()
         return Recorded(record(work, device, pool()), static, seeds, outputs, buffers, is_any_low, self._precision)
 
-    def _backward(self, terms: Terms, seeds: list[Tensor]) -> None:
-        counted = self._counted(terms)
-        with self._precision.backward_pass():
-            torch.autograd.backward([terms[t] for t in counted], [seeds[t].expand(terms[t].shape) for t in counted])
-
     def _gradients_of(self, terms: Terms, seeds: list[Tensor], leaves: list[Tensor]) -> Sequence[Tensor]:
-        """The same without adding them up, which is done for all of them at once."""
+        """What a backward pass would add, which is done for all of them at once."""
         counted = self._counted(terms)
         reached = leaves_of(*(terms[t] for t in counted)) & {*leaves, *self._gradients.parameters}
         if reached != set(leaves):
@@ -185,7 +180,7 @@ class Pass:
                 f"the loss reached {len(reached)} parameters and {len(leaves)} before with the same micro-batch, which "
                 "cannot be captured: compute it in the same way each time"
             )
-        with self._precision.backward_pass():
+        with torch.autocast("cuda", enabled=False):
             return torch.autograd.grad(
                 [terms[t] for t in counted], leaves, [seeds[t].expand(terms[t].shape) for t in counted]
             )
