@@ -21,21 +21,28 @@ def plain(add: Add, carry: Any, tensors: Sequence[Any], micro_batch_size: int, a
     return tf.while_loop(lambda k, _: k < num, body, (tf.constant(0), carry), parallel_iterations=at_once)[1]
 
 
-def for_xla(add: Add, carry: Any, tensors: Sequence[tf.Tensor], micro_batch_size: int) -> Any:
-    """As XLA wants it: all micro-batches of the loop have one size, and what is left over follows.
+def for_xla(add: Add, start: Callable[[], Any], tensors: Sequence[tf.Tensor], micro_batch_size: int) -> Any:
+    """As XLA wants it: all micro-batches of the compiled loop have one size, and what is left over follows.
 
-    XLA compiles this once for each size of the batch, so to it all sizes here are constants.
+    XLA compiles this once for each size of the batch, so to it all sizes here are constants. It compiles both sides of
+    a condition, so TensorFlow decides what is run: a loss may not know what to do with a micro-batch of none.
     """
-    num = num_samples(tensors)
-    size = tf.maximum(1, tf.minimum(micro_batch_size, num))
-    num_full = num // size
-    rest = num - num_full * size
+
+    def full() -> Any:
+        num_full = num_samples(tensors) // micro_batch_size
+        return tf.while_loop(lambda k, _: k < num_full, body, (tf.constant(0), start()), parallel_iterations=1)[1]
 
     def body(k: tf.Tensor, carry: Any) -> tuple[tf.Tensor, Any]:
-        return k + 1, add(k, [rows(t, k * size, size) for t in tensors], carry)
+        return k + 1, add(k, [rows(t, k * micro_batch_size, micro_batch_size) for t in tensors], carry)
 
-    _, carry = tf.while_loop(lambda k, _: k < num_full, body, (tf.constant(0), carry), parallel_iterations=1)
-    return tf.cond(rest > 0, lambda: add(num_full, [rows(t, num - rest, rest) for t in tensors], carry), lambda: carry)
+    num = num_samples(tensors)
+    rest = num % micro_batch_size
+    done = tf.cond(num >= micro_batch_size, tf.function(full, jit_compile=True, autograph=False), start)
+    return tf.cond(
+        rest > 0,
+        lambda: add(num // micro_batch_size, [rows(t, num - rest, rest) for t in tensors], done),
+        lambda: done,
+    )
 
 
 def is_good_for_xla(graph: tf.Graph) -> bool:

@@ -1,7 +1,6 @@
 """A whole window as one graph: cut, loop, add up, and reduce over replicas once."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -117,29 +116,27 @@ class WindowGraph:
         is_compiled = self.jit_compile and is_dense and loop.is_good_for_xla(traced.graph)
         sums = sums_for(like, variables, num, is_joining=not is_compiled)
 
-        def added(tensors: Sequence[Any], scales: tf.Tensor, over: Callable[..., Any]) -> Any:
-            def add(k: tf.Tensor, micro_batch: list[Any], carry: Any) -> Any:
-                losses, states = carry
-                scale = tf.gather(scales, k)
+        def add(k: tf.Tensor, micro_batch: list[Any], carry: Any) -> Any:
+            losses, states = carry
+            scale = tf.gather(scales, k)
 
-                def count() -> tuple[Any, ...]:
-                    found, micro = self.micro(micro_batch, scale)
-                    return losses + found, [one.add(state, k, micro) for one, state in zip(sums, states, strict=True)]
+            def count() -> tuple[Any, ...]:
+                found, micro = self.micro(micro_batch, scale)
+                return losses + found, [one.add(state, k, micro) for one, state in zip(sums, states, strict=True)]
 
-                if self.weight is None:
-                    return count()
-                # what counts nothing is left out: its mean over nothing may be 0/0
-                return tf.cond(tf.reduce_any(scale > 0), count, lambda: (losses, list(states)))
+            if self.weight is None:
+                return count()
+            # what counts nothing is left out: its mean over nothing may be 0/0
+            return tf.cond(tf.reduce_any(scale > 0), count, lambda: (losses, list(states)))
 
-            start = tf.zeros(scales.shape[1:], WEIGHT), [one.start() for one in sums]
-            return over(add, start, tensors, micro_batch_size)
+        def start() -> tuple[Any, ...]:
+            return tf.zeros(scales.shape[1:], WEIGHT), [one.start() for one in sums]
 
         if is_compiled:
-            compiled = tf.function(partial(added, over=loop.for_xla), jit_compile=True, autograph=False)
-            losses, states = compiled(tensors, scales)
+            losses, states = loop.for_xla(add, start, tensors, micro_batch_size)
         else:
             at_once = memory.num_side_by_side(traced.graph, micro_batch_size)
-            losses, states = added(tensors, scales, partial(loop.plain, at_once=at_once))
+            losses, states = loop.plain(add, start(), tensors, micro_batch_size, at_once)
         found: dict[int, Gradient] = {}
         for one, state in zip(sums, states, strict=True):
             found |= one.finished(state)

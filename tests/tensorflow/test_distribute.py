@@ -221,10 +221,11 @@ def test_without_graphs() -> None:
 
 
 @pytest.mark.usefixtures("float64")
-def test_compiled_by_xla() -> None:
+@pytest.mark.parametrize("sizes", [(14, 8), (22, 0)], ids=["uneven", "one is empty"])
+def test_compiled_by_xla(sizes: tuple[int, ...]) -> None:
     batch = make_batch(22)
     accumulator = make(jit_compile=True)
-    accumulator.step(on_replicas(batch, (14, 8)))
+    accumulator.step(on_replicas(batch, sizes))
     assert_same(accumulator.model, full_batch(make_model(), make_optimizer(), [batch]), make_model())
 
 

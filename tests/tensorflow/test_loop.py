@@ -60,6 +60,17 @@ def test_compiled_and_not_train_alike(make: Any, sizes: tuple[int, ...]) -> None
     assert accumulator.num_traces == 1
 
 
+def test_no_micro_batch_of_none_is_compiled() -> None:
+    """XLA compiles both sides of a condition, and refuses a loss that takes the best of nothing."""
+
+    def best(model: Any, batch: Any) -> Any:
+        return tf.reduce_mean(tf.nn.top_k(tf.transpose(model(batch)), 1).values)
+
+    accumulator = Accumulator(dense(), keras.optimizers.SGD(0.1), best, 4, jit_compile=True)
+    for size in (12, 3, 13):
+        assert accumulator.step(np.ones((size, 36), "float32")).is_applied
+
+
 def test_the_loop_is_compiled_with_what_is_in_it() -> None:
     assert places_of_loops(trained(dense, (12,), jit_compile=True)[0]) == {"inside"}
     assert places_of_loops(trained(dense, (12,))[0]) == {"around"}
