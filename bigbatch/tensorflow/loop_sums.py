@@ -69,10 +69,13 @@ class SparseSum:
         self.num = num
 
     def start(self) -> Any:
-        shapes = [None, *self.shape[1:]], [None]
+        """With an empty entry behind the last: of a list without any, TensorFlow does not know how long it is."""
+        row = self.shape[1:]
         return tuple(
-            tf.TensorArray(dtype, size=self.num, element_shape=shape, infer_shape=False)
-            for dtype, shape in zip(self.dtypes, shapes, strict=True)
+            tf.TensorArray(dtype, size=self.num + 1, element_shape=[None, *each], infer_shape=False).write(
+                self.num, tf.zeros([0, *each], dtype)
+            )
+            for dtype, each in zip(self.dtypes, (row, []), strict=True)
         )
 
     def add(self, state: Any, k: tf.Tensor, found: Sequence[Gradient]) -> Any:

@@ -280,6 +280,19 @@ def test_tied_tables(rows: int) -> None:
     np.testing.assert_allclose(ours.embed.embeddings.numpy()[used], full.embed.embeddings.numpy()[used], 1e-12, 1e-12)
 
 
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["plain", "xla"])
+def test_a_large_table_and_a_batch_that_counts_nothing(jit_compile: bool) -> None:
+    model, counts = embedding(12_000), tf.Variable(0.0)
+    options: dict[str, Any] = {"weight": lambda _: counts.read_value(), "jit_compile": jit_compile}
+    accumulator = Accumulator(model, keras.optimizers.SGD(0.1), mse, 2, **options)
+    before = model.get_weights()
+    assert not accumulator.step(tokens(12_000)).is_applied
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    counts.assign(1.0)
+    assert accumulator.step(tokens(12_000)).is_applied
+
+
 @pytest.mark.usefixtures("float64")
 def test_sparse_and_compiled_by_xla() -> None:
     full = train(embedding(9), keras.optimizers.Adam(0.05), mse, tokens(9), "full")
