@@ -1,10 +1,5 @@
-"""What the loop over micro-batches adds up: each large gradient by itself, small ones joined, sparse ones as entries.
+"""What the loop over micro-batches adds up: dense gradients as they are, sparse ones of large tables as entries."""
 
-Every value that a loop hands on costs operations of its own in each iteration, however small it is: the addition, and
-those by which TensorFlow hands it on. Many variables of a model are small: biases, scales.
-"""
-
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,25 +8,14 @@ import tensorflow as tf
 from . import gradients, replicas
 from .gradients import Gradient
 
-SMALL = 4096
-"""Numbers that are copied sooner than they are handed on."""
 
-
-def sums_for(like: Sequence[Gradient], variables: Sequence[Any], num: Any, *, is_joining: bool) -> "list[Sum]":
-    """The sums of a window of `num` micro-batches, whose gradients are like these."""
-    found: list[Sum] = []
-    small: dict[tf.DType, list[int]] = {}
-    for place, (gradient, variable) in enumerate(zip(like, variables, strict=True)):
-        if gradient is None:
-            continue
-        if is_kept_sparse(gradient, variable):
-            found.append(SparseSum(place, gradient, variable, num))
-        elif is_joining and variable.shape.num_elements() <= SMALL:
-            small.setdefault(gradient.dtype, []).append(place)
-        else:
-            found.append(DenseSum([place], [variable.shape], gradient.dtype))
-    joined = (DenseSum(places, [variables[p].shape for p in places], dtype) for dtype, places in small.items())
-    return [*found, *joined]
+def sums_for(like: Sequence[Gradient], variables: Sequence[Any], num: Any) -> "dict[int, Sum]":
+    """The sums of a window of `num` micro-batches, whose gradients are like these, by the variables' places."""
+    return {
+        place: SparseSum(g, v, num) if is_kept_sparse(g, v) else DenseSum(g, v)
+        for place, (g, v) in enumerate(zip(like, variables, strict=True))
+        if g is not None
+    }
 
 
 def is_kept_sparse(gradient: Gradient, variable: Any) -> bool:
@@ -39,31 +23,25 @@ def is_kept_sparse(gradient: Gradient, variable: Any) -> bool:
 
 
 class DenseSum:
-    """The sum of one gradient, or of several, one behind the other."""
+    """Adds up inside of a loop."""
 
-    def __init__(self, places: list[int], shapes: list[tf.TensorShape], dtype: tf.DType) -> None:
-        self.places, self.shapes, self.dtype = places, shapes, dtype
-        self.sizes = [shape.num_elements() for shape in shapes]
+    def __init__(self, gradient: Gradient, variable: Any) -> None:
+        self.shape, self.dtype = variable.shape, gradient.dtype
 
     def start(self) -> tf.Tensor:
-        return tf.zeros(self.shapes[0] if len(self.shapes) == 1 else [sum(self.sizes)], self.dtype)
+        return tf.zeros(self.shape, self.dtype)
 
-    def add(self, state: tf.Tensor, k: tf.Tensor, found: Sequence[Gradient]) -> tf.Tensor:
-        parts = [dense(found[place], shape) for place, shape in zip(self.places, self.shapes, strict=True)]
-        return state + (parts[0] if len(parts) == 1 else tf.concat([tf.reshape(part, [-1]) for part in parts], 0))
+    def add(self, state: tf.Tensor, k: tf.Tensor, gradient: Gradient) -> tf.Tensor:
+        return state + dense(gradient, self.shape)
 
-    def finished(self, state: tf.Tensor) -> dict[int, Gradient]:
-        if len(self.places) == 1:
-            return {self.places[0]: state}
-        parts = zip(tf.split(state, self.sizes), self.shapes, strict=True)
-        return dict(zip(self.places, itertools.starmap(tf.reshape, parts), strict=True))
+    def finished(self, state: tf.Tensor) -> Gradient:
+        return state
 
 
 class SparseSum:
     """Strings the entries together inside of a loop; those of the same row are added up at the end."""
 
-    def __init__(self, place: int, gradient: tf.IndexedSlices, variable: Any, num: Any) -> None:
-        self.place = place
+    def __init__(self, gradient: tf.IndexedSlices, variable: Any, num: Any) -> None:
         self.shape = variable.shape
         self.dtypes = gradient.values.dtype, gradient.indices.dtype
         self.num = num
@@ -78,14 +56,12 @@ class SparseSum:
             for dtype, each in zip(self.dtypes, (row, []), strict=True)
         )
 
-    def add(self, state: Any, k: tf.Tensor, found: Sequence[Gradient]) -> Any:
-        gradient = found[self.place]
+    def add(self, state: Any, k: tf.Tensor, gradient: Gradient) -> Any:
         return state[0].write(k, gradient.values), state[1].write(k, gradient.indices)
 
-    def finished(self, state: Any) -> dict[int, Gradient]:
+    def finished(self, state: Any) -> Gradient:
         shape = tf.constant(self.shape.as_list(), tf.int64)
-        slices = tf.IndexedSlices(state[0].concat(), state[1].concat(), shape)
-        return {self.place: gradients.without_repeats(slices)}
+        return gradients.without_repeats(tf.IndexedSlices(state[0].concat(), state[1].concat(), shape))
 
 
 Sum = DenseSum | SparseSum

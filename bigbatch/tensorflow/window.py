@@ -114,7 +114,7 @@ class WindowGraph:
         like = traced.structured_outputs[1]
         is_dense = all(isinstance(t, tf.Tensor) for t in tensors) and not any(map(is_kept_sparse, like, variables))
         is_compiled = self.jit_compile and is_dense and loop.is_good_for_xla(traced.graph)
-        sums = sums_for(like, variables, num, is_joining=not is_compiled)
+        sums = sums_for(like, variables, num)
 
         def add(k: tf.Tensor, micro_batch: list[Any], carry: Any) -> Any:
             losses, states = carry
@@ -122,25 +122,22 @@ class WindowGraph:
 
             def count() -> tuple[Any, ...]:
                 found, micro = self.micro(micro_batch, scale)
-                return losses + found, [one.add(state, k, micro) for one, state in zip(sums, states, strict=True)]
+                return losses + found, {p: one.add(states[p], k, micro[p]) for p, one in sums.items()}
 
             if self.weight is None:
                 return count()
             # what counts nothing is left out: its mean over nothing may be 0/0
-            return tf.cond(tf.reduce_any(scale > 0), count, lambda: (losses, list(states)))
+            return tf.cond(tf.reduce_any(scale > 0), count, lambda: (losses, dict(states)))
 
         def start() -> tuple[Any, ...]:
-            return tf.zeros(scales.shape[1:], WEIGHT), [one.start() for one in sums]
+            return tf.zeros(scales.shape[1:], WEIGHT), {p: one.start() for p, one in sums.items()}
 
         if is_compiled:
             losses, states = loop.for_xla(add, start, tensors, micro_batch_size)
         else:
             at_once = memory.num_side_by_side(traced.graph, micro_batch_size)
             losses, states = loop.plain(add, start(), tensors, micro_batch_size, at_once)
-        found: dict[int, Gradient] = {}
-        for one, state in zip(sums, states, strict=True):
-            found |= one.finished(state)
-        return [found.get(place) for place in range(len(variables))], losses
+        return [sums[p].finished(states[p]) if p in sums else None for p in range(len(variables))], losses
 
     def _micro(self, tensors: Sequence[Any], scale: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
         """The scaled losses of one micro-batch, and the gradient of their sum.
