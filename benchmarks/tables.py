@@ -66,9 +66,9 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit of the library that is measured."""
+    """The commit of the library that is measured, and of what measures it."""
     found = _git("rev-parse", "--short", "HEAD")
-    return f"{found} with changes" if _git("status", "--porcelain", "--", "../bigbatch") else found
+    return f"{found} with changes" if _git("status", "--porcelain", "--", "../bigbatch", "*.py") else found
 
 
 def _git(*arguments: str) -> str:

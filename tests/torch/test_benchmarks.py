@@ -1,8 +1,13 @@
 """Before contestants are timed, they must do the same."""
 
+import subprocess
+from pathlib import Path
+
+import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import tables
 from benchmarks.comparison import Comparison, Found
 from benchmarks.contestants import bigbatch_batch, by_hand, full_batch
 from benchmarks.growth import Growth, spread
@@ -73,3 +78,24 @@ def test_the_fixed_cost_of_a_step_is_no_part_of_a_further_micro_batch() -> None:
     assert growth.further == {4: 0.5, 8: 0.5}
     assert growth.each == {2: 1.0, 4: 0.75, 8: 0.625}
     assert abs(spread(growth.peaks.values()) - 0.01) < 1e-12
+
+
+def test_a_changed_benchmark_is_no_commit_but_a_written_table_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    for name in ("overhead.py", "RESULTS.md"):
+        (folder / name).write_text("before", encoding="utf-8")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "all")
+    monkeypatch.setattr(tables, "FOLDER", folder)
+    (folder / "RESULTS.md").write_text("after", encoding="utf-8")
+    assert "changes" not in tables.commit()
+    (folder / "overhead.py").write_text("after", encoding="utf-8")
+    assert tables.commit().endswith("with changes")
