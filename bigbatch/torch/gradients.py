@@ -198,7 +198,9 @@ def norm_on_device(sums: Sums) -> tuple[Tensor, Tensor]:
 def clip_on_device(sums: Sums, total_norm: Tensor, clip_norm: float | None, clip_value: float | None) -> None:
     """As `clip`, by a norm that is not on the host."""
     if clip_norm is not None:
-        torch._foreach_mul_(values(sums), (clip_norm / (total_norm + 1e-6)).clamp(max=1.0).float())
+        tensors = values(sums)
+        wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+        torch._foreach_mul_(tensors, (clip_norm / (total_norm + 1e-6)).clamp(max=1.0).to(wide))
     clip(sums, math.nan, None, clip_value)
 
 

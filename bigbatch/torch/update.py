@@ -119,7 +119,7 @@ class Update:
             and self.scaler is None
             and not self._replicas.is_sharded
             and len({p.get_device() for p in sums}) == 1
-            and can_be_skipped_on_device(self.optimizer)
+            and can_be_skipped_on_device(self.optimizer, sums)
         )
 
     def _finish_on_device(self, sums: Sums) -> Outcome:

@@ -1,0 +1,66 @@
+"""Steps that the device leaves out by itself: which optimizers can be trusted with that."""
+
+import torch
+from torch import nn
+
+from bigbatch.torch import gradients
+from bigbatch.torch.gradients import Sums
+from bigbatch.torch.outcome import can_be_skipped_on_device
+
+
+def skipped(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+    """A step that the optimizer is told to leave out, as on a device."""
+    parameter.grad = torch.full_like(parameter, torch.inf)
+    optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())
+    optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf
+
+
+def applied(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def test_fused_sgd_has_its_momentum_before_a_step_is_left_out() -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5, fused=True)
+    assert not can_be_skipped_on_device(optimizer, [parameter])
+    applied(optimizer, parameter)
+    assert can_be_skipped_on_device(optimizer, [parameter])
+    skipped(optimizer, parameter)
+    applied(optimizer, parameter)
+    assert torch.equal(parameter, torch.full((4,), -2.5))
+
+
+def test_fused_sgd_makes_momentum_of_nothing_when_its_first_step_is_left_out() -> None:
+    """Why it is not trusted with that. If this fails, torch has mended it and `lacks_momentum` can go."""
+    parameter = nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5, fused=True)
+    skipped(optimizer, parameter)
+    assert optimizer.state[parameter]["momentum_buffer"] is not None
+
+
+def test_others_can_begin_with_a_step_that_is_left_out() -> None:
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
+        parameter, twin = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+        optimizer, other = kind([parameter], lr=0.1, fused=True), kind([twin], lr=0.1, fused=True)
+        assert can_be_skipped_on_device(optimizer, [parameter])
+        skipped(optimizer, parameter)
+        applied(optimizer, parameter)
+        applied(other, twin)
+        assert torch.equal(parameter, twin)
+        assert not torch.equal(twin, torch.ones(4))
+
+
+def test_who_is_not_fused_cannot() -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    assert not can_be_skipped_on_device(torch.optim.AdamW([parameter]), [parameter])
+
+
+def test_clipping_by_a_norm_that_nobody_waits_for_keeps_float64() -> None:
+    sums = [Sums({nn.Parameter(torch.zeros(3, dtype=torch.float64)): torch.tensor([3.0, 4.0, 12.0]).double()})]
+    sums.append(Sums({p: g.clone() for p, g in sums[0].items()}))
+    gradients.clip(sums[0], 13.0, 0.1, None)
+    gradients.clip_on_device(sums[1], gradients.norm_on_device(sums[1])[1], 0.1, None)
+    (at_once,), (later,) = (found.values() for found in sums)
+    assert float((at_once - later).abs().max()) <= 1e-16
