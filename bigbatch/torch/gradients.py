@@ -250,10 +250,24 @@ class Collection:
         """
         if self._sparse is None:
             self._sparse = [p for p in self.parameters if (g := p.grad) is not None and g.is_sparse]
+            self._part()
         for p in self._sparse:
             if p.grad is not None and p.grad.is_sparse and p.grad._nnz() > p.shape[0]:
                 p.grad = p.grad.coalesce()
         self._watch()
+
+    def _part(self) -> None:
+        """Gives every gradient memory of its own.
+
+        Two that are views of one tensor are left in the same memory by torch (2.13), as with `a.view(-1) + b.view(-1)`,
+        and what the next backward pass adds to the one it would add to the other.
+        """
+        taken: set[int] = set()
+        for p in self.parameters:
+            if (g := p.grad) is not None and type(g) is Tensor and g.layout is torch.strided:
+                if (place := g.data_ptr()) in taken:
+                    p.grad = g.clone()
+                taken.add(place)
 
     def _watch(self) -> None:
         """Zeroing touches all parameters alike, so watching one of them is enough."""

@@ -88,7 +88,7 @@ class Precision:
         else:
             key = (scale, loss.shape, loss.dtype, loss.device)
             known = self._seeds.get(key)
-            if known is None or known._version:  # a hook on the loss may have changed it
+            if known is None or known._version or num_users(known) > ALONE:  # by a hook; by .grad
                 known = self._seeds[key] = torch.full(loss.shape, scale, dtype=loss.dtype, device=loss.device)
             seed = known
         if self.scaler is not None:
@@ -127,3 +127,12 @@ class Precision:
 def is_low(loss: Tensor) -> bool:
     """Whether a scale would be rounded to the loss's dtype."""
     return loss.dtype in LOW
+
+
+def num_users(tensor: Tensor) -> int:
+    """How many tensors lie in this one's memory, and one more."""
+    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return users
+
+
+ALONE = num_users(torch.zeros(()))

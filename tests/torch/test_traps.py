@@ -279,3 +279,46 @@ def test_a_shared_model_inside_of_another_is_refused(tmp_path: Path) -> None:
 def test_more_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         make(**options)
+
+
+class Offsets(nn.Module):
+    """Two parameters whose gradients torch leaves in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(3, 2))
+        self.c, self.d = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a.view(3, 2) + self.b.view(3, 2)).flatten() @ x.mean(0) + self.c.squeeze() + self.d.squeeze()
+
+
+class Offset(nn.Module):
+    """A parameter whose gradient torch leaves in the memory of the number that the backward pass started from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.a).square().mean() + self.b.squeeze()
+
+
+@pytest.mark.parametrize("way", ["batch", "micro_batch"])
+@pytest.mark.parametrize("make_model", [Offset, Offsets])
+def test_gradients_that_share_memory_are_added_up_once(make_model: Any, way: str) -> None:
+    """A hand-written loop adds what is for one of two to both, from the second micro-batch on."""
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    full, ours = make_model(), make_model()
+    before = [p.detach().clone() for p in ours.parameters()]
+    full(x).backward()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=1.0)
+    accumulator = Accumulator(ours, optimizer, lambda model, x: model(x), 2, accumulation_steps=4)
+    if way == "batch":
+        accumulator.step(x)
+    else:
+        for part in x.split(2):
+            with accumulator.micro_batch(weight=2) as micro:
+                micro.backward(ours(part))
+    for p, q, start in zip(ours.parameters(), full.parameters(), before, strict=True):
+        torch.testing.assert_close(start - p, q.grad)
