@@ -27,7 +27,7 @@ class Transfer:
 
     def arriving(self, micro_batches: Sequence[Any]) -> Iterator[Any]:
         """The micro-batches, on the device. One is there until the next but one is asked for."""
-        if not (micro_batches and self._is_on_host(micro_batches[0])):
+        if not (micro_batches and all(map(self._is_on_host, micro_batches))):
             yield from micro_batches
             return
         assert self._device is not None
@@ -43,8 +43,12 @@ class Transfer:
                 sent = slots[number + 1].send(micro_batches[number + 1], stream)
             current = torch.cuda.current_stream(self._device)
             current.wait_event(slot.arrived)
-            yield micro_batch
-            slot.left.record(current)
+            try:
+                yield micro_batch
+            finally:
+                slot.left.record(current)
+        if any(tensor.is_pinned() for tensor in nest.tensors(micro_batches[0])):
+            slots[-1].arrived.synchronize()  # whoever passed pinned memory may write to it once the step returns
 
     def brought(self, batch: Any) -> Any:
         """The same at once, for what is needed only now and then."""
@@ -75,7 +79,7 @@ class Slot:
                 place = next(places)
                 if place is None:
                     return tensor.to(self._device)
-                return place.copy_(tensor if tensor.is_pinned() else tensor.pin_memory(), non_blocking=True)
+                return place.copy_(tensor if tensor.is_pinned() else pinned(tensor), non_blocking=True)
 
             brought = nest.map_tensors(copied, micro_batch)
             self.arrived.record(stream)
@@ -94,6 +98,11 @@ class Slot:
             stream.wait_stream(torch.cuda.current_stream(self._device))  # somebody may have had this memory before
         like = torch.empty_like(tensor, device="meta")  # dense, with the order of its axes
         return memory[: tensor.numel()].as_strided(like.size(), like.stride())
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """A dense copy: `Tensor.pin_memory` would copy the gaps of a tensor too, and cannot copy an expanded one."""
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
 
 @functools.cache

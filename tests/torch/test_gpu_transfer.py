@@ -111,6 +111,38 @@ def test_an_error_in_the_middle_leaves_no_copy_behind() -> None:
     assert torch.equal(flat(model), trained([data(53, torch.float64)]))
 
 
+def test_pinned_memory_may_be_written_to_once_the_step_returns() -> None:
+    """Even where the step is not waited for: the copies are."""
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)), nn.Linear(2048, 1)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    accumulator = Accumulator(model, optimizer, lambda m, x: m(x).mean() * 0 + x.mean(), 1024)
+    batch = torch.ones(32 * 1024, 2048).pin_memory()
+    steps = []
+    for value in (1.0, 2.0, 3.0):
+        batch.fill_(value)
+        steps.append(accumulator.step(batch))
+    batch.fill_(4.0)
+    assert [step.loss for step in steps] == pytest.approx([1.0, 2.0, 3.0])
+
+
+def test_expanded_and_strided_tensors() -> None:
+    x, y = data(53, torch.float64)
+    row = x[:1].cpu()
+    wide = torch.stack([x.cpu()] * 3, 2)
+    for host in (row.expand(53, 64), wide[:, :, 1], x.cpu().t().contiguous().t()):
+        assert torch.equal(trained([(host, y.cpu())] * 3), trained([(host.cuda(), y)] * 3))
+
+
+def test_a_window_of_which_a_part_is_on_the_device() -> None:
+    def of(model: nn.Module, batch: Batch) -> Tensor:
+        return loss(model, (batch[0].cuda(), batch[1].cuda()))
+
+    parts = [data(8, torch.float64), on_host(data(8, torch.float64)), data(5, torch.float64)]
+    for window in (parts, parts[1:], parts[:2]):
+        expected = trained([Window((x.cuda(), y.cuda()) for x, y in window)])
+        assert torch.equal(trained([Window(window)], of), expected)
+
+
 def test_verify_with_a_batch_on_the_host() -> None:
     found = verify(make_model(), on_host(data()), loss, 8)
     assert found.is_exact, str(found)
