@@ -15,12 +15,14 @@ from .gradients import HAS_GRAD_DTYPE, Collection, Gradients
 from .precision import Precision
 from .recording import Forward, Pass, Recorded
 from .replicas import Replicas
-from .surroundings import PLAIN, surroundings
+from .surroundings import PLAIN, modules_of, surroundings
 
 NUM_WARM_UPS = 1
 """How many passes of a new shape run eagerly before one is recorded: shapes that come once never are."""
 MAX_SHAPES = 32
 MAX_CHANGES = 8
+MAX_CHANGES_TO_RECORD = 1
+"""What changed before each of two windows will change before the next: recording would be for this one alone."""
 
 
 class Capture:
@@ -52,6 +54,7 @@ class Capture:
         self._buffers: dict[Tensor, Tensor] = {}
         self._surroundings: list[Any] = []
         self._num_changes = 0
+        self._loss: Any = None
         self._has_told = False
 
     def pool(self) -> Any:
@@ -62,12 +65,10 @@ class Capture:
 
     def begin(self, loss: Callable[..., Any]) -> None:
         """Forgets what was recorded if anything that it was recorded with has changed."""
-        now = [*map(id, self._gradients.parameters), *surroundings(self._model, loss)]
-        if now == self._surroundings:
+        self._loss = loss
+        if not self._has_changed():
             self._num_changes = 0
             return
-        self._forget()
-        self._surroundings = now
         self._num_changes += 1
         if self._num_changes == MAX_CHANGES:
             self._tell(
@@ -75,6 +76,14 @@ class Capture:
                 f"{MAX_CHANGES} windows: an attribute of the model, a value that the loss closes over, or the place "
                 "of a tensor; make it a tensor of the batch"
             )
+
+    def _has_changed(self) -> bool:
+        now = [*map(id, self._gradients.parameters), *surroundings(self._model, self._loss)]
+        if now == self._surroundings:
+            return False
+        self._forget()
+        self._surroundings = now
+        return True
 
     def _tell(self, message: str) -> None:
         if not self._has_told:
@@ -98,7 +107,11 @@ class Capture:
                 return recorded.take_losses()
             if not self._is_worth_it(key):
                 return None
-            recorded = Pass(self._model, self._gradients, self._precision, self._buffers, forward, scale).recorded(
+            if self._has_changed():  # a pass that ran eagerly did it, and a replay would not
+                self._num_seen[key] = 1
+                return None
+            modules = modules_of(self._model, self._loss)
+            recorded = Pass(modules, self._gradients, self._precision, self._buffers, forward, scale).recorded(
                 micro_batch, collection, self.device, self.pool
             )
             if recorded is None:
@@ -114,6 +127,8 @@ class Capture:
             return None
 
     def _is_worth_it(self, key: Hashable) -> bool:
+        if self._num_changes > MAX_CHANGES_TO_RECORD:
+            return False
         if key not in self._num_seen and len(self._num_seen) >= MAX_SHAPES:
             self._tell(
                 f"micro-batches had more than {MAX_SHAPES} shapes, and only the first {MAX_SHAPES} are captured: "

@@ -250,13 +250,13 @@ class Collection:
         """
         if self._sparse is None:
             self._sparse = [p for p in self.parameters if (g := p.grad) is not None and g.is_sparse]
-            self._part()
+            self.part()
         for p in self._sparse:
             if p.grad is not None and p.grad.is_sparse and p.grad._nnz() > p.shape[0]:
                 p.grad = p.grad.coalesce()
         self._watch()
 
-    def _part(self) -> None:
+    def part(self) -> None:
         """Gives every gradient memory of its own.
 
         Two that are views of one tensor are left in the same memory by torch (2.13), as with `a.view(-1) + b.view(-1)`,

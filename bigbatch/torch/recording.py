@@ -47,7 +47,9 @@ class Recorded:
 
     def replay(self, micro_batch: Any, scale: Terms, collection: Collection) -> None:
         """Adds the gradient of a micro-batch."""
-        torch._foreach_copy_(self._inputs, nest.tensors(micro_batch), non_blocking=True)
+        if self._inputs:
+            with torch.no_grad():  # a loss may have called requires_grad_() on them
+                torch._foreach_copy_(self._inputs, nest.tensors(micro_batch), non_blocking=True)
         self._take_over()
         collection.in_units_of(scale[0] if self.is_low else 1.0)
         numbers = (1.0,) if self.is_low else scale
@@ -78,14 +80,14 @@ class Pass:
 
     def __init__(
         self,
-        model: nn.Module,
+        modules: Sequence[nn.Module],
         sums: Gradients,
         precision: Precision,
         buffers: dict[Tensor, Tensor],
         forward: Forward,
         scale: Terms,
     ) -> None:
-        self._model = model
+        self._modules = modules
         self._gradients = sums
         self._precision = precision
         self._buffers = buffers
@@ -97,11 +99,12 @@ class Pass:
     ) -> Recorded | None:
         """Adds the gradient of the micro-batch by a first replay, which must give what the eager pass gives.
 
-        None, with nothing done, if this is no good moment: the gradient is not finite, so there is nothing to compare.
+        None, with nothing done, if this is no good moment: there is no gradient, or it is not finite, so that there is
+        nothing to compare.
         """
         parameters = collection.parameters
         static = nest.map_tensors(lambda t: torch.empty_like(t, device=device).copy_(t), micro_batch)
-        kept = Kept(self._model, device)
+        kept = Kept(self._modules, device)
         before: Sums | None = None
         is_done = False
         try:
@@ -113,12 +116,13 @@ class Pass:
             numbers = (1.0,) if is_any_low else self._scale
             seeds = [self._precision.seed(*pair).clone() for pair in zip(numbers, terms, strict=True)]
             self._precision.backward(terms, numbers)
+            collection.part()
             expected = taken(parameters)
             losses = [term.detach().reshape(()).clone() for term in terms]
             strangers = weakly(leaves_of(*terms).difference(parameters, nest.tensors(static)))
             del terms
             self._check(kept, expected, strangers)
-            if not math.isfinite(norm := gradients.norm(expected)):
+            if not (expected and math.isfinite(norm := gradients.norm(expected))):
                 return None
             kept.restore()
             recorded = self._record(static, seeds, losses, expected, device, pool, is_any_low)
@@ -157,7 +161,7 @@ class Pass:
 
         def work() -> None:
             torch.clear_autocast_cache()  # weights that were cast before would be read for good
-            with standing_in(self._model, leaves):
+            with standing_in(self._modules, leaves):
                 terms = self._forward(static)
             found = self._gradients_of(terms, seeds, list(leaves.values()))
             add_up(list(buffers.values()), found)
@@ -210,6 +214,16 @@ class Pass:
             raise CaptureError(
                 "the loss draws random numbers on the host, and a captured pass would not draw them anew: "
                 "draw them on the device, for example torch.rand((), device=…)"
+            )
+        if replaced := kept.replaced():
+            raise CaptureError(
+                f"the loss puts new tensors in place of {len(replaced)} that modules have ({replaced[0]} first), and a "
+                "captured pass would read the old ones each time: change them in place, for example with copy_()"
+            )
+        if num_moved := kept.num_moved():
+            raise CaptureError(
+                f"the loss changes {num_moved} parameters that are not trained, which cannot be undone to capture it: "
+                "change them between steps, or make them buffers"
             )
 
     def _compare(self, recorded: Recorded, expected: Sums, losses: list[Tensor], norm: float) -> None:
@@ -264,10 +278,10 @@ def is_held(parameter: Tensor) -> bool:
 
 
 @contextmanager
-def standing_in(model: nn.Module, leaves: dict[Tensor, Tensor]) -> Iterator[None]:
-    """Inside, the model has other parameters in place of its own."""
+def standing_in(modules: Sequence[nn.Module], leaves: dict[Tensor, Tensor]) -> Iterator[None]:
+    """Inside, modules have other parameters in place of their own."""
     places: list[tuple[Any, Any, Any]] = []
-    for module in model.modules():
+    for module in modules:
         places += [(module._parameters, name, p) for name, p in module._parameters.items()]
         weights: Any = getattr(module, "_flat_weights", ())  # recurrent layers have a list of their own
         places += [(weights, number, p) for number, p in enumerate(weights)]

@@ -1,25 +1,31 @@
 """What a recorded pass was recorded with, beside its micro-batch: it must be the same when it is replayed."""
 
+import dis
 import functools
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from types import NoneType
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, NoneType
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, torch.Size})
-SIZED = frozenset({dict, OrderedDict, list, set})
+MAX_LENGTH = 64
+"""Of a list or a dict that is looked into: a vocabulary is not read word by word before each window."""
+DATA_PARALLEL = "torch.nn.parallel.distributed"
+NOT_LOOKED_INTO = frozenset({"torch", "bigbatch", "numpy", "logging"})
 
 
 def surroundings(model: nn.Module, loss: Callable[..., Any]) -> list[Any]:
     """Where tensors lie, whether they are trained, and the plain values that a pass may depend on.
 
     A replay reads the same memory and knows nothing of Python: a parameter that was replaced, a layer that was frozen,
-    a dropout rate that changed, `model.eval()`, a hook that was added, all show here.
+    a dropout rate that changed, `model.eval()`, a hook that was added, a number in a list or in a configuration that
+    the model or the loss has, all show here.
     """
     found: list[Any] = [
         torch.is_autocast_enabled("cuda"),
@@ -28,37 +34,84 @@ def surroundings(model: nn.Module, loss: Callable[..., Any]) -> list[Any]:
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
     ]
-    beside = _beside(loss)
-    found += _seen(value for value in beside if type(value) not in SIZED)
-    for whole in [model, *(value for value in beside if isinstance(value, nn.Module) and value is not model)]:
-        for module in whole.modules():
-            found += _seen(module.__dict__.values())
-            found += _seen(module._parameters.values())
-            found += _seen(module._buffers.values())
+    _look([model, *beside(loss)], found, set())
     return found
 
 
-def _seen(values: Iterable[Any]) -> list[Any]:
-    return [
-        value if (kind := type(value)) in PLAIN else len(value) if kind in SIZED else _place(value) for value in values
-    ]
+def modules_of(model: nn.Module, loss: Callable[..., Any]) -> list[nn.Module]:
+    """The model with all its parts, and those of modules that the loss brings along."""
+    wholes = [model, *(value for value in beside(loss) if isinstance(value, nn.Module))]
+    return list(dict.fromkeys(module for whole in wholes for module in whole.modules()))
 
 
-def _place(value: Any) -> Any:
-    return (value.data_ptr(), value.requires_grad) if isinstance(value, Tensor) else None
+def _look(values: Iterable[Any], found: list[Any], seen: set[int]) -> None:
+    """Notes what is plain, and goes into what is not, once."""
+    for value in values:
+        kind = type(value)
+        if kind in PLAIN:
+            found.append(value)
+        elif kind is dict or kind is OrderedDict:
+            found.append(len(value))
+            if 0 < len(value) <= MAX_LENGTH:
+                found += [key if type(key) in PLAIN else id(key) for key in value]
+                _look(value.values(), found, seen)
+        elif isinstance(value, Tensor):
+            found.append(_place(value))
+        elif isinstance(value, list | tuple | set | frozenset):
+            found.append(len(value))
+            if 0 < len(value) <= MAX_LENGTH:
+                _look(value, found, seen)
+        else:
+            number = id(value)
+            found.append(number)
+            if number not in seen:
+                seen.add(number)
+                _look(_held_by(value), found, seen)
 
 
-def _beside(loss: Any) -> list[Any]:
+def _held_by(value: Any) -> Iterable[Any]:
+    """What an object has; of a function, what it brings along."""
+    if isinstance(value, nn.Module):
+        is_wrapper = type(value).__module__ == DATA_PARALLEL  # whose own values say where in a window it is
+        return value._modules.values() if is_wrapper else vars(value).values()
+    if isinstance(value, type | ModuleType) or _package(value) in NOT_LOOKED_INTO:
+        return ()
+    if isinstance(value, FunctionType | MethodType | functools.partial):
+        return beside(value)
+    return getattr(value, "__dict__", {}).values()
+
+
+def _package(value: Any) -> str:
+    module = value.__module__ if isinstance(value, FunctionType) else type(value).__module__
+    return str(module).partition(".")[0]
+
+
+def _place(tensor: Tensor) -> Any:
+    """Where the loss reads a tensor, and who hears of its gradient; on the host, a number is read as it is."""
+    if tensor.grad_fn is not None:
+        return None  # made by a pass, for itself
+    if tensor.layout is not torch.strided or is_lazy(tensor):
+        return id(tensor), tensor.requires_grad
+    if tensor.is_cpu and tensor.numel() == 1:
+        return tensor.data_ptr(), tensor.requires_grad, tensor.item()
+    before: Any = tensor._backward_hooks
+    after: Any = tensor._post_accumulate_grad_hooks
+    return tensor.data_ptr(), tensor.requires_grad, tuple(before or ()), tuple(after or ())
+
+
+def beside(loss: Any) -> list[Any]:
     """The values that a function brings along: what it closes over, its defaults, the globals that it names."""
     loss = getattr(loss, "_torchdynamo_orig_callable", loss)
     if isinstance(loss, functools.partial):
-        return [*loss.args, *loss.keywords.values(), *_beside(loss.func)]
+        return [*loss.args, *loss.keywords.values(), *beside(loss.func)]
     if isinstance(loss, nn.Module):
         return [loss]
-    found = list(vars(loss.__self__).values()) if hasattr(loss, "__self__") else []
+    owner = getattr(loss, "__self__", None)
     function = getattr(loss, "__func__", loss)
-    if not hasattr(function, "__code__"):
-        return [*found, *getattr(loss, "__dict__", {}).values()]
+    if not isinstance(function, FunctionType):
+        called = type(loss).__call__
+        return beside(MethodType(called, loss)) if isinstance(called, FunctionType) else [owner]
+    found = [] if owner is None else [owner] if isinstance(owner, nn.Module) else _used_of(owner, function)
     for cell in function.__closure__ or ():
         try:
             found.append(cell.cell_contents)
@@ -66,15 +119,56 @@ def _beside(loss: Any) -> list[Any]:
             found.append(None)
     found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     names = function.__globals__
-    return found + [names[name] for name in function.__code__.co_names if name in names]
+    return found + [names[name] for name in _globals_in(function.__code__) if name in names]
+
+
+def _used_of(owner: Any, function: FunctionType) -> list[Any]:
+    """What a method names of its object, and so do the methods that it calls: a trainer has more, which changes."""
+    own, kind = getattr(owner, "__dict__", {}), type(owner)
+    found = []
+    names: set[str] = set()
+    waiting = [function]
+    while waiting:
+        for name in _names_in(waiting.pop().__code__):
+            if name not in names:
+                names.add(name)
+                value = own[name] if name in own else getattr(kind, name, None)
+                if isinstance(value, MemberDescriptorType):  # of __slots__
+                    value = getattr(owner, name, None)
+                method = value.fget if isinstance(value, property) else value
+                if isinstance(method, FunctionType) and name not in own:
+                    waiting.append(method)
+                found.append(method)
+    return found
+
+
+@functools.cache
+def _names_in(code: CodeType) -> tuple[str, ...]:
+    inner = [_names_in(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return code.co_names + sum(inner, ())
+
+
+@functools.cache
+def _globals_in(code: CodeType) -> tuple[str, ...]:
+    """Not what is only the name of an attribute: many a script has a global `loss` that is a number."""
+    own = (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+    inner = [_globals_in(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return tuple(dict.fromkeys([*own, *sum(inner, ())]))
 
 
 class Kept:
-    """Random states and buffers, to go back to after a pass that must not show."""
+    """Random states and what modules remember, to go back to after a pass that must not show."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self._device = device
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._places = [
+            (place, name, tensor, tensor.detach().clone())
+            for module in modules
+            for place in (module._buffers, module.__dict__)
+            for name, tensor in place.items()
+            if isinstance(tensor, Tensor) and tensor.grad_fn is None
+        ]
+        self._frozen = [(p, p._version) for module in modules for p in module._parameters.values() if is_frozen(p)]
         self._on_device = torch.cuda.get_rng_state(device)
         self._on_host = torch.get_rng_state()
         self._python = random.getstate()
@@ -91,11 +185,24 @@ class Kept:
             or not np.array_equal(numpy[1], before[1])
         )
 
+    def replaced(self) -> list[str]:
+        """The names of tensors that the pass has put others in place of: a replay would read the old ones again."""
+        return [name for place, name, tensor, _ in self._places if place.get(name) is not tensor]
+
+    def num_moved(self) -> int:
+        """How many parameters that are not trained the pass has changed, of which nobody has a copy."""
+        return sum(p._version != version for p, version in self._frozen)
+
     def restore(self) -> None:
         with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+            for place, name, tensor, value in self._places:
+                tensor.copy_(value)
+                place[name] = tensor
         torch.cuda.set_rng_state(self._on_device, self._device)
         torch.set_rng_state(self._on_host)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
+
+
+def is_frozen(parameter: Tensor | None) -> TypeGuard[Tensor]:
+    return parameter is not None and not parameter.requires_grad

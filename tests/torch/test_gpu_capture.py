@@ -230,6 +230,63 @@ def test_running_statistics_move_once_a_pass() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_buffers_of_the_loss_move_once_a_pass() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("centre", torch.zeros(10, device="cuda"))
+            self.num = torch.zeros((), device="cuda")
+
+        def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+            output = model(batch[0])
+            self.centre.mul_(0.9).add_(output.detach().mean(0))
+            self.num += 1
+            return F.cross_entropy(output - self.centre, batch[1])
+
+    made = []
+    for capture in (False, True):
+        criterion = Centred()
+        accumulator = captured(make_model(), criterion, capture=capture)
+        for _ in range(4):
+            accumulator.step(data(53))
+        made.append((accumulator, criterion))
+    same(made[1][0].model, made[0][0].model, 1e-6)
+    torch.testing.assert_close(made[1][1].centre, made[0][1].centre)
+    assert made[1][1].num == made[0][1].num == 4 * 7
+    assert num_replays(made[1][0]) > 0
+
+
+def test_a_loss_that_wants_the_gradient_of_its_input() -> None:
+    def penalised(model: nn.Module, batch: Batch) -> Tensor:
+        output = model(batch[0].requires_grad_())
+        (slope,) = torch.autograd.grad(output.sum(), batch[0], create_graph=True)
+        return F.cross_entropy(output, batch[1]) + slope.square().mean()
+
+    side_by_side(loss=penalised, tolerance=1e-6)
+
+
+def test_micro_batches_without_tensors() -> None:
+    x, y = data(8)
+    side_by_side(
+        loss=lambda model, batch: loss(model, (x, y)) * batch["factor"],
+        batches=lambda step: Window([{"factor": 2.0}] * 3),
+        weight=lambda batch: 8,
+        tolerance=1e-6,
+    )
+
+
+def test_gradients_that_share_memory() -> None:
+    class Offsets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.a.view(8, 8) + self.b.view(8, 8)).flatten() @ x.mean(0)
+
+    side_by_side(lambda: Offsets().cuda(), loss=lambda model, batch: model(batch[0]), tolerance=1e-6)
+
+
 # --- what changes between windows ------------------------------------------------------------------------
 
 
@@ -418,6 +475,58 @@ def test_a_loss_that_depends_on_something_hidden_is_found_out() -> None:
     accumulator = captured(make_model(), hidden)
     with pytest.raises(CaptureError, match=r"the first replay is .* away from the eager pass"):
         accumulator.step(data(48))
+
+
+class Counts(nn.Module):
+    """Depends a little on how often it was called, which only Python knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.num_calls = nn.Linear(64, 10), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return self.layer(x) * (1 + 1e-4 * self.num_calls)
+
+
+class Replaces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.register_buffer("average", torch.zeros(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.layer(x)
+        self.average = 0.9 * self.average + 0.1 * output.detach().mean(0)
+        return output - self.average
+
+
+@pytest.mark.parametrize("kind", [Counts, Replaces])
+def test_a_model_that_changes_in_every_pass_is_not_captured(kind: Any) -> None:
+    made = []
+    for capture in (False, True):
+        torch.manual_seed(0)
+        made.append(captured(kind().cuda(), capture=capture))
+    eager, ours = made
+    with pytest.warns(BigBatchWarning, match="has changed before each of 8 windows"):
+        for _ in range(10):
+            assert eager.step(data(53)).loss == ours.step(data(53)).loss
+    same(ours.model, eager.model)
+    assert num_replays(ours) == 0
+
+
+def test_parameters_that_a_pass_moves_are_refused() -> None:
+    model = Branches().cuda()
+    model.unused.requires_grad_(False)
+
+    def follows(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            model.unused.weight.lerp_(model.used.weight, 0.1)
+        return loss(model, batch) + model.unused(batch[0]).mean()
+
+    accumulator = captured(model, follows)
+    with pytest.raises(CaptureError, match="the loss changes 1 parameters that are not trained"):
+        accumulator.step(data(53))
 
 
 def test_many_shapes_are_told() -> None:

@@ -1,0 +1,196 @@
+"""What a recorded pass was recorded with: a change is seen, and what is no change is not."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch.torch.surroundings import modules_of, surroundings
+
+SETTINGS = {"factor": 1.0}
+ARGUMENTS = Namespace(factor=1.0)
+FACTOR = 1.0
+mean = 1.0
+"""A number that the loss does not read: it only names an attribute like it."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.pair = (1.0, 2.0)
+        self.rows = [[1.0], [2.0]]
+        self.options = {"deep": {"factor": 1.0}}
+        self.config = Namespace(inner=Namespace(factor=1.0))
+        self.activation = F.gelu
+        self.hidden = [nn.Dropout(0.5)]
+        self.temperature = torch.tensor(1.0)
+        self.graph = torch.eye(3).to_sparse()
+        self.register_buffer("mask", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.layer(x)) * self.pair[0]
+
+
+def helped(value: Tensor) -> Tensor:
+    return value * FACTOR
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    parts = [(lambda part: helped(part) * SETTINGS["factor"])(part) for part in model(x)]
+    return torch.stack(parts).mean() * ARGUMENTS.factor
+
+
+def change_global(name: str, value: Any) -> None:
+    globals()[name] = value
+
+
+CHANGES: dict[str, Callable[[Net], Any]] = {
+    "a tuple": lambda m: setattr(m, "pair", (3.0, 2.0)),
+    "a number in a list": lambda m: m.rows[1].__setitem__(0, 3.0),
+    "a number in a dict": lambda m: m.options["deep"].update(factor=3.0),
+    "a configuration": lambda m: setattr(m.config.inner, "factor", 3.0),
+    "a function": lambda m: setattr(m, "activation", F.relu),
+    "a module in a list": lambda m: setattr(m.hidden[0], "p", 0.1),
+    "a number on the host": lambda m: m.temperature.fill_(3.0),
+    "a buffer's place": lambda m: setattr(m, "mask", torch.zeros(3)),
+    "a layer's place": lambda m: setattr(m, "layer", nn.Linear(3, 2)),
+    "a frozen parameter": lambda m: m.layer.weight.requires_grad_(False),
+    "a hook of a parameter": lambda m: m.layer.weight.register_hook(lambda g: g * 2),
+    "a hook after a gradient": lambda m: m.layer.weight.register_post_accumulate_grad_hook(lambda p: None),
+    "a hook of a layer": lambda m: m.layer.register_forward_hook(lambda *_: None),
+    "eval": lambda m: m.eval(),
+    "a global dict": lambda m: SETTINGS.update(factor=SETTINGS["factor"] + 1),
+    "a global object": lambda m: setattr(ARGUMENTS, "factor", ARGUMENTS.factor + 1),
+    "a global of a function that the loss calls": lambda m: change_global("FACTOR", FACTOR + 1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_seen(name: str) -> None:
+    model = Net()
+    before = surroundings(model, loss)
+    assert surroundings(model, loss) == before
+    CHANGES[name](model)
+    assert surroundings(model, loss) != before
+
+
+def test_one_hook_in_place_of_another_is_seen() -> None:
+    model = Net()
+    handle = model.layer.register_forward_hook(lambda *_: None)
+    before = surroundings(model, loss)
+    handle.remove()
+    model.layer.register_forward_hook(lambda *_: None)
+    assert surroundings(model, loss) != before
+
+
+def test_what_is_no_change_is_not_seen() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = surroundings(model, loss)
+    change_global("mean", mean + 1)
+    loss(model, torch.ones(4, 3)).backward()
+    optimizer.step()
+    model.mask.mul_(2)
+    optimizer.zero_grad()
+    assert surroundings(model, loss) == before
+
+
+def test_a_tensor_that_each_pass_makes_for_itself_is_no_change() -> None:
+    class Keeps(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.auxiliary = self.layer(x).square().mean()
+            return super().forward(x)
+
+    model = Keeps()
+    loss(model, torch.ones(4, 3))
+    before = surroundings(model, loss)
+    first = model.auxiliary
+    loss(model, torch.ones(4, 3))
+    assert model.auxiliary is not first
+    assert surroundings(model, loss) == before
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.factor = 1.0
+        self.criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+    def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+        return self.smoothed(model(x))
+
+    def smoothed(self, output: Tensor) -> Tensor:
+        return self.criterion(output, torch.zeros(len(output), dtype=torch.int64)) * self.weight
+
+    @property
+    def weight(self) -> float:
+        return self.factor
+
+    def trained(self) -> None:
+        self.num_steps += 1
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).mean() * self.factor
+
+
+def test_a_method_is_seen_by_what_it_uses() -> None:
+    model, trainer = Net(), Trainer()
+    before = surroundings(model, trainer.loss)
+    trainer.trained()
+    assert surroundings(model, trainer.loss) == before
+    trainer.factor = 2.0
+    assert surroundings(model, trainer.loss) != before
+    before = surroundings(model, trainer.loss)
+    trainer.criterion.label_smoothing = 0.2
+    assert surroundings(model, trainer.loss) != before
+
+
+def test_callable_objects_and_partial_functions() -> None:
+    model, slotted = Net(), Slotted()
+    weighted = partial(lambda model, x, weights: model(x).mean() * weights[0], weights=[1.0])
+    before = [surroundings(model, found) for found in (slotted, weighted)]
+    slotted.factor = 2.0
+    weighted.keywords["weights"][0] = 2.0
+    assert surroundings(model, slotted) != before[0]
+    assert surroundings(model, weighted) != before[1]
+
+
+def test_modules_that_the_loss_brings_along_are_found() -> None:
+    model, trainer, criterion = Net(), Trainer(), nn.Sequential(nn.Linear(2, 2))
+    assert trainer.criterion in modules_of(model, trainer.loss)
+    assert criterion[0] in modules_of(model, lambda model, x: criterion(model(x)).mean())
+    assert modules_of(model, loss) == list(model.modules())
+
+
+def test_where_in_a_window_ddp_is_does_not_matter(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model = Net()
+        shared = nn.parallel.DistributedDataParallel(model)
+
+        def closing(_: nn.Module, x: Tensor) -> Tensor:
+            return shared(x).mean()
+
+        before = surroundings(model, closing)
+        with shared.no_sync():
+            closing(model, torch.ones(4, 3)).backward()
+            assert surroundings(model, closing) == before
+        model.pair = (3.0, 2.0)
+        assert surroundings(model, closing) != before
+    finally:
+        dist.destroy_process_group()
