@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.errors import CaptureError
 from .graph import record
 from .outcome import has_hooks
 from .surroundings import PLAIN
@@ -24,6 +25,7 @@ class CapturedOptimizer:
         self._pool = pool
         self._before: list[Hashable] = []
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._has_failed = False
 
     def step(self) -> bool:
         """Whether the step was made."""
@@ -34,8 +36,13 @@ class CapturedOptimizer:
             self._before = now
             self._graph = None
             return False
+        if self._graph is None and not self._has_failed:
+            try:
+                self._graph = record(self._optimizer.step, self._device, self._pool())
+            except CaptureError:  # nothing was run, so the step can still be made
+                self._has_failed = True
         if self._graph is None:
-            self._graph = record(self._optimizer.step, self._device, self._pool())
+            return False
         self._graph.replay()
         return True
 
@@ -67,9 +74,9 @@ def is_plain_sgd(kind: type, group: dict[str, Any]) -> bool:
 
 
 def _seen(value: Any) -> Hashable:
-    """A number as it is; a tensor by its place, since its value is read when the step is replayed."""
+    """A number as it is, on the host too; a tensor by its place, since its value is read when the step is replayed."""
     if isinstance(value, Tensor):
-        return value.data_ptr(), value.device
+        return (value.item() if value.is_cpu and value.numel() == 1 else value.data_ptr()), value.device
     if type(value) is tuple:
         return tuple(map(_seen, value))
     return value if type(value) in PLAIN else id(value)

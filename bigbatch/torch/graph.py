@@ -54,18 +54,25 @@ def _stream(device: torch.device) -> Any:
 
 
 @contextmanager
+def rehearsed() -> Iterator[None]:
+    """Inside, what a pass does that ran without an error before is done again: an error is one of capturing it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, BigBatchError | torch.cuda.OutOfMemoryError):
+            raise
+        is_waiting = "synchronizing" in str(error)
+        what = "the host waits for the device, which" if is_waiting else "the pass"
+        raise CaptureError(f"{what} cannot be captured as a CUDA graph: {line_of(error)}: {REMEDY}") from error
+
+
+@contextmanager
 def no_waiting() -> Iterator[None]:
     """Inside, whatever makes the host wait for the device is an error: it could not be recorded."""
     before = torch.cuda.get_sync_debug_mode()
     _set_sync_debug_mode("error")
     try:
         yield
-    except RuntimeError as error:
-        if "synchronizing" in str(error):
-            raise CaptureError(
-                f"the host waits for the device, which cannot be captured as a CUDA graph: {line_of(error)}: {REMEDY}"
-            ) from error
-        raise
     finally:
         _set_sync_debug_mode(before)
 

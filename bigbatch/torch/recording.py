@@ -15,7 +15,7 @@ from ..core.errors import CaptureError
 from ..core.weight import Terms
 from . import gradients, nest
 from .gradients import Collection, Gradients, Sums, leaves_of
-from .graph import no_waiting, record
+from .graph import no_waiting, record, rehearsed
 from .precision import Precision, is_low
 from .surroundings import Kept
 
@@ -169,10 +169,11 @@ class Pass:
                 output.copy_(term.detach().reshape(()))
             torch.clear_autocast_cache()
 
-        if any(leaf is not p for p, leaf in leaves.items()):
-            work()  # what is compiled may be compiled anew, and waits for the device then
-        with no_waiting():
-            work()
+        with rehearsed():
+            if any(leaf is not p for p, leaf in leaves.items()):
+                work()  # what is compiled may be compiled anew, and waits for the device then
+            with no_waiting():
+                work()
         return Recorded(record(work, device, pool()), static, seeds, outputs, buffers, is_any_low, self._precision)
 
     def _gradients_of(self, terms: Terms, seeds: list[Tensor], leaves: list[Tensor]) -> Sequence[Tensor]:

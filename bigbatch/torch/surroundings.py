@@ -166,7 +166,7 @@ class Kept:
             for module in modules
             for place in (module._buffers, module.__dict__)
             for name, tensor in place.items()
-            if isinstance(tensor, Tensor) and tensor.grad_fn is None
+            if isinstance(tensor, Tensor) and tensor.grad_fn is None and not is_expanded(tensor)
         ]
         self._frozen = [(p, p._version) for module in modules for p in module._parameters.values() if is_frozen(p)]
         self._on_device = torch.cuda.get_rng_state(device)
@@ -206,3 +206,8 @@ class Kept:
 
 def is_frozen(parameter: Tensor | None) -> TypeGuard[Tensor]:
     return parameter is not None and not parameter.requires_grad
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether one place in memory stands for several values, which nobody can write to."""
+    return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == 1

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from bigbatch import OptionError
+from bigbatch import CaptureError, OptionError
 from bigbatch.torch import Accumulator
+from bigbatch.torch.captured_optimizer import CapturedOptimizer
+from bigbatch.torch.graph import rehearsed
 
 
 def make(**options: object) -> Accumulator:
@@ -26,3 +28,25 @@ def test_auto_goes_on_without() -> None:
 def test_other_values_are_refused(value: object) -> None:
     with pytest.raises(OptionError, match='pass True, False or "auto"'):
         make(capture=value)
+
+
+def test_a_learning_rate_on_the_host_is_read_as_a_number() -> None:
+    """A recorded step has it as a number, too."""
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.AdamW(nn.Linear(3, 1).parameters(), lr=rate, capturable=True)
+    captured = CapturedOptimizer(optimizer, torch.device("cuda", 0), lambda: None)
+    before = captured._surroundings()
+    assert captured._surroundings() == before
+    rate.fill_(0.2)
+    assert captured._surroundings() != before
+
+
+def test_an_error_that_only_the_rehearsal_has_is_told_with_its_line() -> None:
+    def bad() -> None:
+        raise RuntimeError("not like this\nand more")  # this line
+
+    told = r"test_capture\.py:\d+ \(.*this line\): not like this: keep the host"
+    with pytest.raises(CaptureError, match=told), rehearsed():
+        bad()
+    with pytest.raises(KeyError), rehearsed():
+        raise KeyError("of the user's")

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigBatchWarning, CaptureError, OptionError, Window
 from bigbatch.torch import Accumulator
@@ -144,10 +145,10 @@ def test_the_optimizer_is_captured_too(name: str) -> None:
     assert ours._captured_optimizer._graph is not None
 
 
-@pytest.mark.parametrize("is_tensor", [True, False])
-def test_a_schedule_moves_a_captured_optimizer(is_tensor: bool) -> None:
+@pytest.mark.parametrize("place", ["cuda", "cpu", None])
+def test_a_schedule_moves_a_captured_optimizer(place: str | None) -> None:
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        lr = torch.tensor(1e-2, device="cuda") if is_tensor else 1e-2
+        lr = 1e-2 if place is None else torch.tensor(1e-2, device=place)
         return torch.optim.AdamW(model.parameters(), lr=lr, capturable=True)
 
     made = []
@@ -160,7 +161,7 @@ def test_a_schedule_moves_a_captured_optimizer(is_tensor: bool) -> None:
             accumulator.step(data())
         made.append(accumulator)
     same(made[1].model, made[0].model, 1e-6)
-    assert (made[1]._captured_optimizer._graph is not None) == is_tensor
+    assert (made[1]._captured_optimizer._graph is not None) == (place == "cuda")
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
@@ -527,6 +528,23 @@ def test_parameters_that_a_pass_moves_are_refused() -> None:
     accumulator = captured(model, follows)
     with pytest.raises(CaptureError, match="the loss changes 1 parameters that are not trained"):
         accumulator.step(data(53))
+
+
+def test_what_only_a_captured_pass_cannot_do_is_told() -> None:
+    """Checkpoints of the old kind know no `torch.autograd.grad`."""
+
+    def checkpointed(model: nn.Module, batch: Batch) -> Tensor:
+        output = checkpoint(model, batch[0].requires_grad_(), use_reentrant=True, preserve_rng_state=False)
+        return F.cross_entropy(output, batch[1])
+
+    with pytest.raises(CaptureError, match="the loss reached 0 parameters and 4 before"):
+        captured(make_model(), checkpointed).step(data(48))
+    ours, eager = make_model(), make_model()
+    accumulator = captured(ours, checkpointed, capture="auto")
+    with pytest.warns(BigBatchWarning, match="capture is off from here on"):
+        accumulator.step(data(48))
+    captured(eager, capture=False).step(data(48))
+    same(ours, eager, 1e-6)
 
 
 def test_many_shapes_are_told() -> None:
