@@ -58,11 +58,13 @@ def noted(table: str, part: dict[str, Any]) -> str:
 def comparison_table(part: dict[str, Any]) -> str:
     """A guest against the full batch is the guest against the hand-written loop, times that against the full batch."""
     found = Found.of(part)
-    full = compare(found.times, FULL)
+    full = compare(found.times, FULL) if FULL in found.times else {}
     rows = []
     for name, one in found.against(BY_HAND).items():
-        against_full = full[name].ratio if name in full else one.ratio * full[BY_HAND].ratio
-        times = f"{1000 * one.seconds:.1f}", f"{against_full:.2f}", f"{one.ratio:.2f}", f"{one.low:.2f}–{one.high:.2f}"
+        against_full = "–"
+        if full:
+            against_full = f"{full[name].ratio if name in full else one.ratio * full[BY_HAND].ratio:.2f}"
+        times = f"{1000 * one.seconds:.1f}", against_full, f"{one.ratio:.2f}", f"{one.low:.2f}–{one.high:.2f}"
         rows.append((name, *times, *peaks(part, name), f"{found.errors[name]:.0e}"))
     header = ("", "ms per step", f"{FULL} = 1", f"{BY_HAND} = 1", "quartiles", "GiB reserved", "GiB allocated")
     return markdown_table((*header, "first update off by"), rows)
