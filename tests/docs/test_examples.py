@@ -37,6 +37,13 @@ def run(name: str, *options: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
 
 
+def test_torch_capture() -> None:
+    output = run("torch_capture.py", "-W", "error")
+    assert "8 micro-batches a step, the last of 52 rows" in output
+    first, last = re.search(r"loss of a byte: (\S+) at first, (\S+) after", output).groups()
+    assert float(last) < 2.6 < 5 < float(first)
+
+
 def test_tensorflow_digits() -> None:
     """The weights of a loop with a tape of its own are those of the full batch, in float32."""
     output = run("tensorflow_digits.py")
