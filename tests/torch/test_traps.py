@@ -194,6 +194,29 @@ def test_a_hook_that_changes_the_gradient_of_the_loss_in_place() -> None:
         assert twice.step(make_batch()).grad_norm == pytest.approx(2 * norm, rel=1e-12)
 
 
+class OfItsOwn(Tensor):
+    """A class that may have a backward of its own, by __torch_function__."""
+
+
+def test_a_loss_of_a_class_of_its_own_goes_through_all_of_torchs_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = make().step(make_batch()).grad_norm
+    monkeypatch.setattr("bigbatch.torch.precision.RUN_ENGINE", lambda *_, **__: pytest.fail("took the shortcut"))
+    own = make(loss=lambda model, batch: loss(model, batch).as_subclass(OfItsOwn))
+    assert own.step(make_batch()).grad_norm == norm
+    with pytest.raises(pytest.fail.Exception, match="shortcut"):
+        make().step(make_batch())
+
+
+def test_a_torch_without_that_shortcut_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_it = make()
+    norm = with_it.step(make_batch()).grad_norm
+    monkeypatch.setattr("bigbatch.torch.precision.RUN_ENGINE", None)
+    without = make()
+    assert without.step(make_batch()).grad_norm == norm
+    for a, b in zip(snapshot(without), snapshot(with_it), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_weights_that_never_come_twice_leave_nothing_behind() -> None:
     weights = iter(range(1, 1000))
     accumulator = make(1, weight=lambda _: next(weights))
