@@ -194,3 +194,15 @@ def test_where_in_a_window_ddp_is_does_not_matter(tmp_path: Path) -> None:
         assert surroundings(model, closing) != before
     finally:
         dist.destroy_process_group()
+
+
+def test_a_model_of_many_parts_is_looked_into() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100)))
+    before = surroundings(model, loss)
+    assert surroundings(model, loss) == before
+    model[90].weight.requires_grad_(False)
+    assert surroundings(model, loss) != before
+    model[90].weight.requires_grad_(True)
+    assert surroundings(model, loss) == before
+    model[95].weight.data = model[95].weight.data.clone()
+    assert surroundings(model, loss) != before
