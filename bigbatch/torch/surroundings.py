@@ -94,7 +94,7 @@ def _place(tensor: Tensor) -> Any:
         return None  # made by a pass, for itself
     if tensor.layout is not torch.strided or is_lazy(tensor):
         return id(tensor), tensor.requires_grad
-    if tensor.is_cpu and tensor.numel() == 1:
+    if tensor.is_cpu and tensor.numel() == 1 and not tensor.requires_grad:
         return tensor.data_ptr(), tensor.requires_grad, tensor.item()
     before: Any = tensor._backward_hooks
     after: Any = tensor._post_accumulate_grad_hooks

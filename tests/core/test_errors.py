@@ -49,6 +49,7 @@ def test_all_are_exported():
         ("WeightError", ValueError),
         ("LossError", ValueError),
         ("GradientError", RuntimeError),
+        ("CaptureError", RuntimeError),
         ("OrderError", RuntimeError),
         ("RankError", RuntimeError),
         ("StateError", ValueError),

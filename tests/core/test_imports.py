@@ -56,6 +56,7 @@ def test_public_names():
         "BatchError",
         "BigBatchError",
         "BigBatchWarning",
+        "CaptureError",
         "GradientError",
         "History",
         "LossError",
