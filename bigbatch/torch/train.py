@@ -9,7 +9,8 @@ from torch import nn
 from ..core.step import History
 from ..core.train import run_epochs
 from ..core.window import AccumulationSteps
-from .accumulator import Accumulator, Loss
+from .accumulator import Accumulator
+from .passes import Loss
 
 
 def train_with_accumulation(

@@ -17,9 +17,10 @@ from ..core.errors import BigBatchWarning, OptionError
 from ..core.weight import Reduction, Terms, as_terms, scales, totals
 from ..core.window import Window, cuts
 from . import nest
-from .accumulator import Accumulator, Loss
+from .accumulator import Accumulator
 from .checks import batch_norms
 from .gradients import leaves_of
+from .passes import Loss
 from .replay import Recording, Replay
 from .weight import Weight, weigh
 

@@ -13,7 +13,7 @@ from ..core.audit import Loop, audit, audit_loop
 from ..core.verification import Verification
 from ..core.weight import Reduction
 from ..core.window import positive
-from .accumulator import Loss
+from .passes import Loss
 from .transfer import Transfer
 from .trial import Trial, cast_to, copied
 from .weight import Weight

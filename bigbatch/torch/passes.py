@@ -1,0 +1,111 @@
+"""The passes of a window that is at hand: each adds its share of the gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.step import Step
+from ..core.weight import Terms, times
+from . import checks, gradients
+from .agreement import Agreed
+from .capture import Capture
+from .gradients import Collection, Sums
+from .precision import is_low
+from .transfer import Transfer
+from .update import Update
+from .weight import Scales
+from .window import values_of
+
+Loss = Callable[[Any, Any], Any]
+
+
+class Passes(Update):
+    """Every micro-batch goes through the model, forward and backward, by itself or captured."""
+
+    model: nn.Module
+    _transfer: Transfer
+    _capture: Capture | None
+
+    def _step(self, loss: Any, passes: list[tuple[Any, Terms]], agreed: Agreed, micro_batch_size: int | None) -> Step:
+        """The step of a window whose micro-batches are all at hand; on a rank without any, of those of the others."""
+        sums = Sums()
+        losses: list[list[Any]] = []
+        scales_of = Scales(agreed, self.reduction)
+        capture = self._capture if self._capture is not None and self._capture.is_on else None
+        if capture is not None:
+            capture.begin(loss)
+        is_overlapping = self._replicas.is_shared and capture is None
+        micro_batches = [micro_batch for micro_batch, _ in passes]
+        self._replicas.begin(micro_batches, agreed)
+        with self._replicas.window(), self._gradients.collecting(sums) as collection:
+            for number, micro_batch in enumerate(self._transfer.arriving(micro_batches)):
+                weight = passes[number][1]
+                is_last = is_overlapping and self._replicas.is_last(
+                    number, len(passes), agreed, is_whole=self._is_whole(weight)
+                )
+                with self._replicas.passing(is_last=is_last):
+                    losses.append(self._accumulate(loss, micro_batch, weight, scales_of, collection))
+            for number in range(len(passes), self._replicas.num_passes(agreed)):
+                with self._replicas.passing(is_last=self._replicas.is_last(number, len(passes), agreed)):
+                    self._add_nothing(loss)
+            if self._replicas.is_shared and agreed().has_weight(self.reduction):
+                self._replicas.complete(collection, is_whole=all(self._is_whole(weight) for _, weight in passes))
+        gradients.scale(sums, sums.unit)
+        summed = self._replicas.sum_losses(losses, [scales_of[w] for _, w in passes], len(agreed().total))
+        return self._apply(sums, summed, agreed(), micro_batch_size)
+
+    def _accumulate(
+        self,
+        loss: Loss,
+        micro_batch: Any,
+        weight: Terms,
+        scales_of: Scales,
+        collection: Collection,
+    ) -> list[Any]:
+        """Adds the gradient of one micro-batch; returns its losses and lets go of everything else."""
+        if self._capture is not None and self._capture.is_on:
+            scale = times(scales_of[weight], self._replicas.divisor)
+            losses = self._capture.add(self._forward(loss, len(weight)), micro_batch, scale, collection)
+            if losses is not None:
+                return losses
+        terms = self._precision.terms(loss, self.model, micro_batch)
+        checks.check_loss(terms, len(weight))
+        collection.check()
+        is_any_low = any(map(is_low, terms))
+        self._replicas.see_loss(is_low=is_any_low)
+        scale = times(scales_of[weight], self._replicas.divisor)
+        if is_any_low:
+            for t, term in enumerate(terms):
+                self._add_unscaled(term, scale[t], collection, keep_graph=t < len(terms) - 1)
+        else:
+            collection.in_units_of(1.0)
+            self._precision.backward(terms, scale)
+            collection.added()
+        return values_of(terms)
+
+    def _forward(self, loss: Loss, num_weights: int) -> Callable[[Any], Terms]:
+        def forward(micro_batch: Any) -> Terms:
+            terms = self._precision.terms(loss, self.model, micro_batch)
+            checks.check_loss(terms, num_weights)
+            return terms
+
+        return forward
+
+    def _add_unscaled(self, term: Tensor, scale: Any, collection: Collection, *, keep_graph: bool) -> None:
+        """Adds a term's gradient as it is: its weight goes into the measure of the sums, where nothing is rounded."""
+        if isinstance(scale, Tensor) or scale:
+            collection.in_units_of(scale)
+            self._precision.backward((term,), (1.0,), keep_graph=keep_graph)
+            collection.added()
+
+    def _add_nothing(self, loss: Loss) -> None:
+        """Goes through the model for the sake of ranks that have more micro-batches; what it adds counts zero."""
+        with self._replicas.buffers_kept():
+            terms = self._precision.terms(loss, self.model, self._transfer.brought(self._replicas.spare))
+            self._precision.backward(terms, tuple(torch.zeros_like(term) for term in terms))
+
+    def _is_whole(self, weight: Terms) -> bool:
+        """Whether no term is left out since it counts nothing."""
+        return self.reduction == "sum" or all(weight)
