@@ -132,10 +132,10 @@ class Update:
             checks.tell_not_finite(None if first is None else self._gradients.name(parameters[first]), number)
 
         outcome = Later(norms, total, tell)
-        self.settle()
-        self._pending = outcome
         with self._gradients.handed_over(sums), self._skipping(~torch.isfinite(total)):
             self._step_optimizer()
+        self.settle()
+        self._pending = outcome
         return outcome
 
     @contextmanager
