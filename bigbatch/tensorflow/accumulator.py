@@ -198,11 +198,11 @@ class Accumulator(tf.Module):
             weight = graph.weight_of(tensors)
             scale = graph.scales(weight, total)
 
-            def count() -> None:
-                losses, found = graph.micro(tensors, scale)
+            def count(micro: Any) -> None:
+                losses, found = micro(tensors, scale)
                 self._window.sums.add(found, weight[0], losses)
 
-            tf.cond(tf.reduce_any(scale > 0), count, lambda: None)
+            graph.counted(scale, count, lambda: None)
 
         def add(total: tf.Tensor, *tensors: Any) -> None:
             self.num_traces += 1

@@ -66,6 +66,17 @@ def weighted(gradients: Sequence[Gradient], weight: tf.Tensor) -> list[Gradient]
     return mapped(lambda g: tf.math.multiply_no_nan(g, tf.cast(weight, g.dtype)), gradients)
 
 
+def added(one: Gradient, other: Gradient) -> Gradient:
+    """The sum of two; entries of sparse ones behind each other."""
+    if one is None or other is None:
+        return other if one is None else one
+    if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
+        both = one, other
+        values, indices = (tf.concat(each, 0) for each in ([g.values for g in both], [g.indices for g in both]))
+        return tf.IndexedSlices(values, indices, one.dense_shape)
+    return dense(one) + dense(other)
+
+
 def norm(gradients: Sequence[Gradient]) -> tf.Tensor:
     """The norm over all of them, in float64."""
     numbers = values(gradients)

@@ -50,6 +50,7 @@ class WindowGraph:
         self.optimizer = optimizer
         self.jit_compile = jit_compile
         self.micro = tf.function(self._micro, jit_compile=jit_compile or None, autograph=False)
+        self.micro_apart = tf.function(self._micro_apart, jit_compile=jit_compile or None, autograph=False)
 
     def over(self, tensors: Sequence[Any], micro_batch_size: int) -> Total:
         """Cuts the batch and adds up."""
@@ -120,14 +121,13 @@ class WindowGraph:
             losses, states = carry
             scale = tf.gather(scales, k)
 
-            def count() -> tuple[Any, ...]:
-                found, micro = self.micro(micro_batch, scale)
-                return losses + found, {p: one.add(states[p], k, micro[p]) for p, one in sums.items()}
+            def count(micro: Any) -> tuple[Any, ...]:
+                found, each = micro(micro_batch, scale)
+                return losses + found, {p: one.add(states[p], k, each[p]) for p, one in sums.items()}
 
             if self.weight is None:
-                return count()
-            # what counts nothing is left out: its mean over nothing may be 0/0
-            return tf.cond(tf.reduce_any(scale > 0), count, lambda: (losses, dict(states)))
+                return count(self.micro)
+            return self.counted(scale, count, lambda: (losses, dict(states)))
 
         def start() -> tuple[Any, ...]:
             return tf.zeros(scales.shape[1:], WEIGHT), {p: one.start() for p, one in sums.items()}
@@ -138,6 +138,16 @@ class WindowGraph:
             at_once = memory.num_side_by_side(traced.graph, micro_batch_size)
             losses, states = loop.plain(add, start(), tensors, micro_batch_size, at_once)
         return [sums[p].finished(states[p]) if p in sums else None for p in range(len(variables))], losses
+
+    def counted(self, scale: tf.Tensor, count: Callable[[Any], Any], nothing: Callable[[], Any]) -> Any:
+        """`count` with the pass that fits. What counts nothing is left out: its mean over nothing may be 0/0."""
+
+        def some() -> Any:
+            if scale.shape[0] == 1:
+                return count(self.micro)
+            return tf.cond(tf.reduce_all(scale > 0), lambda: count(self.micro), lambda: count(self.micro_apart))
+
+        return tf.cond(tf.reduce_any(scale > 0), some, nothing)
 
     def _micro(self, tensors: Sequence[Any], scale: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
         """The scaled losses of one micro-batch, and the gradient of their sum.
@@ -153,8 +163,24 @@ class WindowGraph:
         seeds = [tf.cast(seed, term.dtype) for seed, term in zip(tf.unstack(seeds), terms, strict=True)]
         found = tape.gradient(terms, self.variables(), output_gradients=seeds)
         found = [gradients.widened(g) for g in found]
-        losses = tf.math.multiply_no_nan(tf.stack([tf.cast(term, WEIGHT) for term in terms]), scale)
-        return losses, gradients.scaled(found, scale[0]) if is_late else found
+        return scaled_losses(terms, scale), gradients.scaled(found, scale[0]) if is_late else found
+
+    def _micro_apart(self, tensors: Sequence[Any], scale: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
+        """The same with a gradient for each term, where one of them counts nothing and may be 0/0."""
+        with tf.GradientTape(persistent=True) as tape:
+            terms = as_terms(self.loss(self.layout.pack(tensors)))
+        variables = self.variables()
+        sums: list[Gradient] = [None] * len(variables)
+        seeds = tf.unstack(self.optimizer.scaled(tf.ones_like(scale)))
+        for term, seed, each in zip(terms, seeds, tf.unstack(scale), strict=True):
+            found = tape.gradient(term, variables, output_gradients=tf.cast(seed, term.dtype))
+            found = gradients.weighted([gradients.widened(g) for g in found], each)
+            sums = [gradients.added(*pair) for pair in zip(sums, found, strict=True)]
+        return scaled_losses(terms, scale), sums
+
+
+def scaled_losses(terms: Sequence[tf.Tensor], scale: tf.Tensor) -> tf.Tensor:
+    return tf.math.multiply_no_nan(tf.stack([tf.cast(term, WEIGHT) for term in terms]), scale)
 
 
 def reduced(sums: Sequence[Gradient], others: list[tf.Tensor]) -> tuple[list[Gradient], list[tf.Tensor]]:

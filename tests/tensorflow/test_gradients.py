@@ -294,6 +294,35 @@ def test_a_large_table_and_a_batch_that_counts_nothing(jit_compile: bool) -> Non
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("rows", [9, 12_000])
+@pytest.mark.parametrize("way", ["batch", "window"])
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["plain", "xla"])
+@pytest.mark.parametrize("counts_nothing", [slice(3, 6), slice(0, None)], ids=["in a micro-batch", "in all of them"])
+def test_a_term_that_counts_nothing_is_left_out(rows: int, way: str, jit_compile: bool, counts_nothing: slice) -> None:
+    """Its mean is 0/0 there, and so is its gradient."""
+    ids, y = tokens(rows)
+    mask = np.ones(len(ids))
+    mask[counts_nothing] = 0.0
+
+    def count(batch: Any) -> Any:
+        return tf.reduce_sum(batch[2]), tf.shape(batch[0])[0]
+
+    def terms(model: Any, batch: Any) -> Any:
+        out = model(batch[0])
+        errors = tf.reduce_mean(tf.reshape((out - batch[1]) ** 2, [tf.shape(out)[0], -1]), 1)
+        return tf.reduce_sum(errors * batch[2]) / tf.reduce_sum(batch[2]), tf.reduce_mean(out**4)
+
+    def together(model: Any, batch: Any) -> Any:
+        first, second = terms(model, batch)
+        return first + second if mask.any() else second
+
+    full = train(embedding(rows), keras.optimizers.SGD(0.1), together, (ids, y, mask), "full")
+    ours = embedding(rows)
+    options: dict[str, Any] = {"weight": count, "jit_compile": jit_compile}
+    assert_same(train(ours, keras.optimizers.SGD(0.1), terms, (ids, y, mask), way, **options), full)
+
+
+@pytest.mark.usefixtures("float64")
 def test_sparse_and_compiled_by_xla() -> None:
     full = train(embedding(9), keras.optimizers.Adam(0.05), mse, tokens(9), "full")
     assert_same(train(embedding(9), keras.optimizers.Adam(0.05), mse, tokens(9), "batch", jit_compile=True), full)
