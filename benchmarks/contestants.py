@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bigbatch import Window
 from bigbatch.torch import Accumulator
 
-from .work import Step, Work
+from .work import Batch, Step, Work
 
 Make = Callable[[nn.Module, Work], Step]
 
@@ -69,21 +69,11 @@ def by_tutorial(model: nn.Module, work: Work) -> Step:
 
 def by_moving(model: nn.Module, work: Work) -> Step:
     """Micro-batches from the host, each moved when it is needed."""
-    optimizer = work.optimizer(model)
 
-    def step() -> Tensor:
-        total = torch.zeros((), device=work.device)
-        for micro_batch in work.micro_batches():
-            moved = tuple(tensor.to(work.device) for tensor in micro_batch)
-            with work.autocast():
-                loss = work.loss(model, moved) / work.num_micro_batches
-            loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
-        return total
+    def loss(model: nn.Module, micro_batch: Batch) -> Tensor:
+        return work.loss(model, tuple(tensor.to(work.device) for tensor in micro_batch))
 
-    return step
+    return by_hand(model, replace(work, loss=loss))
 
 
 def by_accelerate(model: nn.Module, work: Work) -> Step:

@@ -34,7 +34,7 @@ def record(work: Callable[[], None], device: torch.device, pool: Any) -> torch.c
             _abandon(graph, generator, before, device, pool)
             if isinstance(error, BigBatchError | torch.cuda.OutOfMemoryError):
                 raise
-            raise CaptureError(f"the pass cannot be captured as a CUDA graph: {line_of(error)}: {REMEDY}") from error
+            raise refusal(error) from error
     return graph
 
 
@@ -61,9 +61,7 @@ def rehearsed() -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, BigBatchError | torch.cuda.OutOfMemoryError):
             raise
-        is_waiting = "synchronizing" in str(error)
-        what = "the host waits for the device, which" if is_waiting else "the pass"
-        raise CaptureError(f"{what} cannot be captured as a CUDA graph: {line_of(error)}: {REMEDY}") from error
+        raise refusal(error) from error
 
 
 @contextmanager
@@ -81,6 +79,12 @@ def _set_sync_debug_mode(mode: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that not every wait is found
         torch.cuda.set_sync_debug_mode(mode)
+
+
+def refusal(error: Exception) -> CaptureError:
+    is_waiting = "synchronizing" in str(error)
+    what = "the host waits for the device, which" if is_waiting else "the pass"
+    return CaptureError(f"{what} cannot be captured as a CUDA graph: {line_of(error)}: {REMEDY}")
 
 
 def line_of(error: BaseException) -> str:

@@ -1,6 +1,7 @@
 """The passes of a window that is at hand: each adds its share of the gradient."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,11 +68,10 @@ class Passes(Update):
         """Adds the gradient of one micro-batch; returns its losses and lets go of everything else."""
         if self._capture is not None and self._capture.is_on:
             scale = times(scales_of[weight], self._replicas.divisor)
-            losses = self._capture.add(self._forward(loss, len(weight)), micro_batch, scale, collection)
+            losses = self._capture.add(partial(self._terms, loss, len(weight)), micro_batch, scale, collection)
             if losses is not None:
                 return losses
-        terms = self._precision.terms(loss, self.model, micro_batch)
-        checks.check_loss(terms, len(weight))
+        terms = self._terms(loss, len(weight), micro_batch)
         collection.check()
         is_any_low = any(map(is_low, terms))
         self._replicas.see_loss(is_low=is_any_low)
@@ -85,13 +85,11 @@ class Passes(Update):
             collection.added()
         return values_of(terms)
 
-    def _forward(self, loss: Loss, num_weights: int) -> Callable[[Any], Terms]:
-        def forward(micro_batch: Any) -> Terms:
-            terms = self._precision.terms(loss, self.model, micro_batch)
-            checks.check_loss(terms, num_weights)
-            return terms
-
-        return forward
+    def _terms(self, loss: Loss, num_weights: int, micro_batch: Any) -> Terms:
+        """The loss of a micro-batch, term by term, checked."""
+        terms = self._precision.terms(loss, self.model, micro_batch)
+        checks.check_loss(terms, num_weights)
+        return terms
 
     def _add_unscaled(self, term: Tensor, scale: Any, collection: Collection, *, keep_graph: bool) -> None:
         """Adds a term's gradient as it is: its weight goes into the measure of the sums, where nothing is rounded."""
