@@ -1,6 +1,7 @@
 """Files that are there whole or not at all."""
 
 import os
+import stat
 from pathlib import Path
 
 
@@ -8,7 +9,38 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes beside the file and puts it in its place: who is stopped on the way leaves the old one."""
     part = Path(f"{os.fspath(path)}.part")
     try:
-        part.write_bytes(content)
+        write_through(part, content)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_through(path: Path, content: bytes) -> None:
+    """To the disk itself, not only to the system's memory."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flush_folder(path: Path) -> None:
+    """The names in a folder, to the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some systems do not know this for folders
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def read_plain(path: Path, max_bytes: int | None = None) -> bytes:
+    """The content of a file that is one: no link to elsewhere, no pipe that never ends."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{path.name} is no plain file")
+        if max_bytes is not None and found.st_size > max_bytes:
+            raise ValueError(f"{path.name} has {found.st_size} bytes, {max_bytes} are allowed")
+        return file.read()

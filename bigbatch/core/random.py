@@ -1,0 +1,15 @@
+"""The random numbers of Python and NumPy, which data loaders and augmentations draw."""
+
+import random
+from typing import Any
+
+import numpy as np
+
+
+def state() -> dict[str, Any]:
+    return {"python": random.getstate(), "numpy": np.random.get_state()}
+
+
+def restore(found: dict[str, Any]) -> None:
+    random.setstate(found["python"])
+    np.random.set_state(found["numpy"])
