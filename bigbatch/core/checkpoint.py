@@ -87,7 +87,8 @@ class Store:
                 f"the checkpoints in {self.folder} are written by process {self._pid} and this is {os.getpid()}, which "
                 "was forked from it: save in the first, or open another folder"
             )
-        self._refuse_two()
+        with suppress(OSError):  # the writer will meet it too
+            self._refuse_two()
         plain, arrays = packed(state, self._to_array)
         given = {STATE: to_json(plain), **(files or {})}
         for name in given:

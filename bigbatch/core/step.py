@@ -151,15 +151,23 @@ class History:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes JSON lines, one per step. The file is there whole or not at all."""
-        lines = (json.dumps(to_json(record), allow_nan=False) + "\n" for record in self._records())
-        write_whole(path, "".join(lines).encode())
+        write_whole(path, self.to_lines())
+
+    def to_lines(self) -> bytes:
+        """JSON lines, one per step."""
+        return "".join(json.dumps(to_json(record), allow_nan=False) + "\n" for record in self._records()).encode()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "History":
         """Reads what `save` wrote."""
+        return cls.from_lines(Path(path).read_bytes(), path)
+
+    @classmethod
+    def from_lines(cls, content: bytes, path: str | os.PathLike[str]) -> "History":
+        """What `to_lines` gave; the path is for what is told if it is no history."""
         history = cls()
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            lines = content.decode().splitlines()
         except UnicodeDecodeError as error:
             raise StateError(f"{path} is no history, since it is no text: {error}") from error
         for number, line in enumerate(lines, 1):
@@ -168,6 +176,10 @@ class History:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise StateError(f"line {number} of {path} is no step of a history: {error}") from error
         return history
+
+    def become(self, other: "History") -> None:
+        """Takes the steps and epochs of another in place of its own."""
+        self._epochs = other._epochs
 
     def _records(self) -> Iterator[dict[str, Any]]:
         number = 0

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,14 +65,15 @@ def _packed(value: Any, path: str, convert: Callable[[Any], Array | None], array
     if array is not None:
         if array.dtype not in KNOWN:
             raise StateError(f"{path or 'the state'} is an array of {array.dtype}, which safetensors does not have")
-        name = path or "array"
+        name = (path or "array").encode("utf-8", "backslashreplace").decode()
         while name in arrays:  # 1 and "1" are two keys
             name += "'"
         arrays[name] = array
         return {"array": [name, array.dtype]}
     if isinstance(value, Mapping):
         pairs = [(_packed(key, f"{path}/key", _no_array, arrays), key, item) for key, item in value.items()]
-        return {"dict": [[key, _packed(item, _inside(path, own), convert, arrays)] for key, own, item in pairs]}
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return {kind: [[key, _packed(item, _inside(path, own), convert, arrays)] for key, own, item in pairs]}
     if type(value) in (list, tuple):
         kind = type(value).__name__
         return {kind: [_packed(item, _inside(path, number), convert, arrays) for number, item in enumerate(value)]}
@@ -107,8 +109,9 @@ def unpacked(value: Any, arrays: Mapping[str, np.ndarray], convert: Callable[[Ar
         return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[inner]
     if kind == "bytes":
         return bytes.fromhex(inner)
-    if kind == "dict":
-        return {unpacked(key, {}): unpacked(item, arrays, convert) for key, item in inner}
+    if kind in ("dict", "counter"):
+        found = {unpacked(key, {}): unpacked(item, arrays, convert) for key, item in inner}
+        return found if kind == "dict" else Counter(found)
     if kind in ("list", "tuple"):
         items = [unpacked(item, arrays, convert) for item in inner]
         return items if kind == "list" else tuple(items)

@@ -1,11 +1,10 @@
 """How the open window of each rank is saved, so that torch.distributed.checkpoint keeps all of them apart."""
 
-import io
 from typing import Any
 
-import torch
-
 from ..core.errors import StateError
+from ..core.tree import from_bytes, to_bytes
+from .arrays import from_array, to_array, with_sparse, without_sparse
 from .replicas import Replicas
 
 WindowState = dict[str, Any]
@@ -19,11 +18,7 @@ def packed(window: WindowState | None, replicas: Replicas) -> dict[str, Any]:
     """
     if not replicas.is_shared:
         return {"window": window}
-    piece = None
-    if window is not None:
-        buffer = io.BytesIO()
-        torch.save(window, buffer)
-        piece = buffer.getvalue()
+    piece = None if window is None else to_bytes(without_sparse(window), to_array)
     return {"num_ranks": replicas.size, "window": {name(replicas.rank): piece}}
 
 
@@ -43,7 +38,7 @@ def unpacked(state: dict[str, Any], replicas: Replicas) -> WindowState | None:
     if own not in windows:
         raise StateError(f"the state is that of {min(is_open)} but this is {own}: save one for every rank, and load it")
     window: Any = windows[own]
-    found: WindowState = torch.load(io.BytesIO(window), weights_only=True) if isinstance(window, bytes) else window
+    found: WindowState = with_sparse(from_bytes(window, from_array)) if isinstance(window, bytes) else window
     return found
 
 

@@ -1,0 +1,112 @@
+"""Checkpoints of a loop: everything that it needs to go on as if it had never been stopped."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import OptionError, StateError
+from ..core.resume import Resumable
+from ..core.step import History
+from .accumulator import Accumulator
+from .arrays import from_array, to_array, with_sparse, without_sparse
+
+
+class Checkpoints(Resumable):
+    """Saves what an accumulator trains, and takes it up again.
+
+        checkpoints = Checkpoints("checkpoints", accumulator, every="10min", history=history)
+        for batch in checkpoints.batches(loader, epochs=10):
+            history.append(accumulator.step(batch))
+
+    A process that was killed is started again with the same lines, and ends with the same parameters, bit for bit on a
+    CPU. A checkpoint has the model, the optimizer, the schedule, the scaler, the gradients of a window that is open,
+    the random numbers of Python, NumPy and PyTorch on all devices, the place in the data and the history; `more` may
+    add objects with state_dict() and load_state_dict(), by name. It is JSON and safetensors: reading one that a
+    stranger made runs no code.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        accumulator: Accumulator,
+        *,
+        every: int | str | None = "10min",
+        keep: int = 2,
+        history: History | None = None,
+        **more: Any,
+    ) -> None:
+        if accumulator._replicas.is_shared:
+            raise OptionError(
+                "the model is trained by several ranks, each with a state of its own: save it with "
+                "torch.distributed.checkpoint, which knows them all"
+            )
+        own = {"model": accumulator.model, "optimizer": accumulator.optimizer, "accumulator": accumulator}
+        if accumulator.scheduler is not None:
+            own["scheduler"] = accumulator.scheduler
+        if taken := sorted(own.keys() & more.keys()):
+            raise OptionError(f"{taken[0]} is saved already, as that of the accumulator: give yours another name")
+        self._parts: dict[str, Any] = {**own, **more}
+        super().__init__(folder, every=every, keep=keep, history=history, to_array=to_array, from_array=from_array)
+
+    def _state(self) -> tuple[Any, Mapping[str, bytes]]:
+        return without_sparse({name: part.state_dict() for name, part in self._parts.items()}), {}
+
+    def _load(self, state: Any, files: Mapping[str, bytes]) -> None:
+        state = with_sparse(state)
+        if state.keys() != self._parts.keys():
+            raise StateError(
+                f"the checkpoint has {', '.join(sorted(state))} but this run {', '.join(sorted(self._parts))}: "
+                "give Checkpoints what it was given when it was saved"
+            )
+        check_model(state["model"], self._parts["model"].state_dict())
+        check_optimizer(state["optimizer"], self._parts["optimizer"].state_dict())
+        self._parts["accumulator"].load_state_dict(state["accumulator"])  # it may refuse; and is told again, after
+        for name in (*(name for name in self._parts if name != "accumulator"), "accumulator"):
+            self._parts[name].load_state_dict(state[name])
+
+    def _random(self, data: Any) -> dict[str, Any]:
+        generator = getattr(data, "generator", None)
+        return {
+            **super()._random(data),
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "loader": generator.get_state() if isinstance(generator, torch.Generator) else None,
+        }
+
+    def _set_random(self, found: dict[str, Any], data: Any) -> None:
+        super()._set_random(found, data)
+        torch.set_rng_state(found["torch"])
+        if len(found["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(found["cuda"])
+        generator = getattr(data, "generator", None)
+        if found["loader"] is not None and isinstance(generator, torch.Generator):
+            generator.set_state(found["loader"])
+
+
+def check_model(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuses before the first parameter is changed, which load_state_dict does not."""
+    if other := sorted(found.keys() ^ wanted.keys()):
+        where = "the checkpoint" if other[0] in found else "the model"
+        raise StateError(f"only {where} has {other[0]}: go on with the model that it was saved with")
+    for name, tensor in wanted.items():
+        if isinstance(tensor, Tensor):
+            there = found[name]
+            if not isinstance(there, Tensor) or (there.shape, there.dtype) != (tensor.shape, tensor.dtype):
+                what = f"{there.dtype}{list(there.shape)}" if isinstance(there, Tensor) else type(there).__name__
+                raise StateError(
+                    f"{name} is {what} in the checkpoint but {tensor.dtype}{list(tensor.shape)} in the model: "
+                    "go on with the model that it was saved with"
+                )
+
+
+def check_optimizer(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuses another number of groups or parameters."""
+    sizes = [[len(group["params"]) for group in state["param_groups"]] for state in (found, wanted)]
+    if sizes[0] != sizes[1]:
+        raise StateError(
+            f"the optimizer has groups of {sizes[0]} parameters in the checkpoint but of {sizes[1]} here: "
+            "go on with the optimizer that it was saved with"
+        )

@@ -1,0 +1,429 @@
+"""Checkpoints on a bad day: bytes that changed, files that are somebody else's, disks that are full."""
+
+import json
+import os
+import pickle
+import shutil
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+
+from bigbatch import BigBatchWarning, OptionError, StateError
+from bigbatch.core.checkpoint import ARRAYS, MANIFEST, STATE, Every, Store, manifest_of, signed
+from bigbatch.core.tree import from_bytes, packed, to_bytes, to_json, to_safetensors
+
+FILES = (MANIFEST, STATE, ARRAYS, "history.jsonl")
+
+
+def saved(folder: Path, num: int = 2) -> Store:
+    store = Store(folder)
+    for step in range(1, num + 1):
+        state = {"w": np.arange(4.0) + step, "place": [step, (None, True, 0.5)]}
+        store.save(step, state, {"history.jsonl": b'{"step": 1}\n' * step}, wait=True)
+    return store
+
+
+def damaged(folder: Path) -> str:
+    """Loads, expects that the second is named and the first is used; returns what was said."""
+    with pytest.warns(BigBatchWarning) as told:
+        found = Store(folder).load()
+    assert found is not None
+    assert (found.step, found.state["w"].tolist()) == (1, [1.0, 2.0, 3.0, 4.0])
+    (message,) = [str(warning.message) for warning in told]
+    assert f"{folder / '000002'} is damaged" in message
+    assert f"going on from {folder / '000001'}" in message
+    return message
+
+
+def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+    store = saved(tmp_path, 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000004", "000005", "lock"]
+    found = store.load()
+    assert found is not None
+    assert found.step == 5
+    assert found.state["place"] == [5, (None, True, 0.5)]
+    assert found.files == {"history.jsonl": b'{"step": 1}\n' * 5}
+    assert Store(tmp_path / "nothing").load() is None
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_byte_that_is_another(name: str, tmp_path: Path) -> None:
+    """Every single byte of every file: header, values, manifest, history."""
+    saved(tmp_path)
+    path = tmp_path / "000002" / name
+    content = path.read_bytes()
+    for place in range(len(content)):
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        path.write_bytes(changed)
+        damaged(tmp_path)
+    path.write_bytes(content)
+    found = Store(tmp_path).load()
+    assert found is not None
+    assert found.step == 2
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_truncated_longer_empty_or_gone(name: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = tmp_path / "000002" / name
+    content = path.read_bytes()
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        damaged(tmp_path)
+    for more in (b"\0", b"\n", b" ", content):
+        path.write_bytes(content + more)
+        damaged(tmp_path)
+    path.unlink()
+    assert f"{name} is missing" in damaged(tmp_path)
+    path.mkdir()
+    damaged(tmp_path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_another_checkpoint(name: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    shutil.copy(tmp_path / "000001" / name, tmp_path / "000002" / name)
+    damaged(tmp_path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_to_elsewhere(name: str, tmp_path: Path) -> None:
+    """Even to a file with the same content: what is elsewhere may change."""
+    saved(tmp_path / "run")
+    path = tmp_path / "run" / "000002" / name
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    damaged(tmp_path / "run")
+
+
+def test_a_pipe_that_never_ends(tmp_path: Path) -> None:
+    saved(tmp_path)
+    for name in FILES:
+        path = tmp_path / "000002" / name
+        kept = path.read_bytes()
+        path.unlink()
+        os.mkfifo(path)
+        damaged(tmp_path)
+        path.unlink()
+        path.write_bytes(kept)
+
+
+def forged(folder: Path, contents: dict[str, bytes], names: dict[str, str] | None = None, **more: Any) -> None:
+    """A checkpoint of a stranger whose checksums are right."""
+    folder.mkdir(exist_ok=True)
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    manifest = json.loads(manifest_of(2, contents).rpartition(b"}")[0] + b"}")
+    for old, new in (names or {}).items():
+        manifest["files"][new] = manifest["files"].pop(old)
+    (folder / MANIFEST).write_bytes(signed({**manifest, **more}))
+
+
+def plain(tree: Any) -> dict[str, bytes]:
+    text, found = packed(tree)
+    return {STATE: to_json(text), ARRAYS: to_safetensors({name: array.stored for name, array in found.items()})}
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", "a/../../secret", "a\\b", "", ".", "lock/../x"])
+def test_a_manifest_that_points_outside(name: str, tmp_path: Path) -> None:
+    saved(tmp_path / "run")
+    (tmp_path / "run" / "secret").write_bytes(b"secret")
+    forged(tmp_path / "run" / "000002", {**plain({}), "secret": b"secret"}, {"secret": name})
+    assert "is no name for a file of a checkpoint" in damaged(tmp_path / "run")
+
+
+def bomb(mark: Path) -> bytes:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(mark),)
+
+    return pickle.dumps({"model": Bomb()})
+
+
+def test_a_pickle_bomb_is_not_opened(tmp_path: Path) -> None:
+    """In place of any file, with checksums that are right or wrong, or in place of the whole folder."""
+    mark = tmp_path / "it went off"
+    content = bomb(mark)
+    saved(tmp_path / "run")
+    second = tmp_path / "run" / "000002"
+    kept = {name: (second / name).read_bytes() for name in FILES}
+    for name in FILES:
+        (second / name).write_bytes(content)
+        damaged(tmp_path / "run")
+        (second / name).write_bytes(kept[name])
+    for name in (STATE, ARRAYS):
+        forged(second, {**plain({}), name: content})
+        damaged(tmp_path / "run")
+    shutil.rmtree(second)
+    second.write_bytes(content)
+    damaged(tmp_path / "run")
+    assert not mark.exists()
+    pickle.loads(content)  # it is a real one
+    assert mark.exists()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"dict":' * 20_000 + b"1" + b"}" * 20_000,
+        b"",
+        b"null null",
+        b"\xff\xfe",
+        b'{"array": ["nowhere", "float32"]}',
+        b'{"array": ["w", "int64"]}',
+        b'{"array": "w"}',
+        b'{"object": "os.system"}',
+        b'{"dict": 3}',
+        b'{"float": "1e999"}',
+        b'{"list": [], "dict": []}',
+        b"[1]",
+        b'{"dict": [[{"list": []}, 1]]}',
+        b"9" * 10_000,
+        b"NaN",
+    ],
+)
+def test_a_strangers_state(state: bytes, tmp_path: Path) -> None:
+    """The checksums are right, and still nothing is believed; or it is plain values, which do no harm."""
+    saved(tmp_path)
+    forged(tmp_path / "000002", {**plain({"w": np.zeros(2, np.float32)}), STATE: state})
+    if state == b"NaN":  # the one that means something
+        found = Store(tmp_path).load()
+        assert found is not None
+        assert found.state != found.state
+    else:
+        damaged(tmp_path)
+
+
+def test_other_formats_and_manifests(tmp_path: Path) -> None:
+    saved(tmp_path)
+    second = tmp_path / "000002"
+    forged(second, plain({}), format=2)
+    assert "format 2, and this version reads 1" in damaged(tmp_path)
+    for manifest in ({}, {"format": 1}, {"format": 1, "files": [], "step": 1}, {"format": 1, "files": {}, "step": 1}):
+        (second / MANIFEST).write_bytes(signed(manifest))
+        damaged(tmp_path)
+    (second / MANIFEST).write_bytes(b"{" + b" " * (2 << 20) + b"}")
+    assert "1048576 are allowed" in damaged(tmp_path)
+
+
+def test_none_that_is_whole(tmp_path: Path) -> None:
+    saved(tmp_path)
+    for path in tmp_path.glob("0*"):
+        (path / STATE).write_bytes(b"")
+    with pytest.raises(StateError, match=r"000002 is damaged .*000001 is damaged .*no checkpoint in .* is whole"):
+        Store(tmp_path).load()
+
+
+def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
+    saved(tmp_path).close()
+    (tmp_path / "000002" / STATE).write_bytes(b"")
+    store = Store(tmp_path)
+    with pytest.warns(BigBatchWarning):
+        store.load()
+    store.save(3, {}, wait=True)
+    assert {path.name for path in tmp_path.glob("0*")} == {"000001", "000002", "000003"}
+    store.save(4, {}, wait=True)
+    assert {path.name for path in tmp_path.glob("0*")} == {"000003", "000004"}
+
+
+def test_what_a_killed_process_left_is_no_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path).close()
+    shutil.copytree(tmp_path / "000002", tmp_path / "000003.part")
+    store = Store(tmp_path)
+    found = store.load()
+    assert found is not None
+    assert found.step == 2
+    store.save(3, {}, wait=True)
+    assert not list(tmp_path.glob("*.part"))
+
+
+LIMITED = """
+    import resource, signal, sys, warnings
+    import numpy as np
+    from bigbatch.core.checkpoint import Store
+
+    store = Store(sys.argv[1])
+    store.save(1, {"w": np.zeros(10)}, wait=True)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        store.save(2, {"w": np.zeros(1_000_000)}, wait=True)
+    except OSError as error:
+        print("raised", error.strerror)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        store.save(3, {"w": np.zeros(1_000_000)})
+        store.wait()
+    print("told", told[0].message)
+    store.save(4, {"w": np.ones(10)}, wait=True)
+    print("found", store.load().step)
+"""
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """A limit on the size of files, which the system keeps as it keeps that of a disk."""
+    command = [sys.executable, "-c", textwrap.dedent(LIMITED), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    raised, told, found = done.stdout.splitlines()
+    assert raised == "raised File too large"
+    assert "could not be written" in told
+    assert "the ones before are untouched" in told
+    assert found == "found 4"
+    assert {path.name for path in tmp_path.iterdir()} == {"000001", "000002", "lock"}
+
+
+def test_a_small_disk(tmp_path: Path) -> None:
+    """A real file system of one MiB, where one may be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here; the limit on the size of files is tested above")
+    try:
+        store = Store(disk / "run")
+        store.save(1, {"w": np.zeros(10)}, wait=True)
+        with pytest.raises(OSError, match="No space left"):
+            store.save(2, {"w": np.zeros(1_000_000)}, wait=True)
+        found = store.load()
+        assert found is not None
+        assert found.step == 1
+        assert not list((disk / "run").glob("*.part"))
+        store.close()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = Store(tmp_path / "file" / "run")
+    with pytest.raises(OSError, match="Not a directory"):
+        store.save(1, {}, wait=True)
+    with pytest.raises(OSError, match="Not a directory"):
+        store.load()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere; the test above and below fail for root too")
+def test_a_read_only_folder(tmp_path: Path) -> None:
+    saved(tmp_path).close()
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        store = Store(tmp_path)
+        found = store.load()
+        assert found is not None
+        assert found.step == 2
+        with pytest.raises(PermissionError):
+            store.save(3, {}, wait=True)
+    finally:
+        tmp_path.chmod(0o755)
+
+
+def test_a_read_only_disk(tmp_path: Path) -> None:
+    """Which stops root too, where one may be mounted."""
+    saved(tmp_path / "run").close()
+    mounts = [["mount", "--bind", str(tmp_path / "run"), str(tmp_path / "run")]]
+    mounts.append(["mount", "-o", "remount,ro,bind", str(tmp_path / "run")])
+    if any(subprocess.run(mount, capture_output=True).returncode for mount in mounts):
+        subprocess.run(["umount", str(tmp_path / "run")], capture_output=True)
+        pytest.skip("nothing can be mounted here")
+    try:
+        store = Store(tmp_path / "run")
+        found = store.load()
+        assert found is not None
+        assert found.step == 2
+        with pytest.raises(OSError, match="Read-only"):
+            store.save(3, {}, wait=True)
+    finally:
+        subprocess.run(["umount", str(tmp_path / "run")], check=True)
+
+
+def test_training_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is what was there when save was called, however it changed since."""
+    may_write = threading.Event()
+    write = Store._write
+
+    def slow(*args: Any) -> None:
+        assert may_write.wait(30)
+        write(*args)
+
+    monkeypatch.setattr(Store, "_write", slow)
+    store, array = Store(tmp_path), np.zeros(3)
+    store.save(1, {"w": array})
+    assert not list(tmp_path.glob("0*"))
+    array += 1
+    may_write.set()
+    store.close()
+    found = Store(tmp_path).load()
+    assert found is not None
+    assert found.state["w"].tolist() == [0, 0, 0]
+    assert not [thread for thread in threading.enumerate() if "bigbatch" in thread.name]
+
+
+def test_when_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    by_steps, by_time, never = Every("100"), Every("1.5min"), Every(None)
+    assert [by_steps.is_due(step) for step in (99, 100, 101)] == [False, True, True]
+    by_steps.saved(150)
+    assert [by_steps.is_due(step) for step in (249, 250)] == [False, True]
+    now[0] = 89.0
+    assert not by_time.is_due(10**6)
+    now[0] = 90.0
+    assert by_time.is_due(1)
+    by_time.saved(1)
+    assert not by_time.is_due(10**6)
+    assert not never.is_due(10**9)
+
+
+def test_nothing_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="keep=0"):
+        Store(tmp_path, keep=0)
+
+
+DTYPES = ["bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex64"]
+KEYS = st.text(max_size=5) | st.integers() | st.booleans() | st.tuples(st.integers(), st.text(max_size=3)) | st.none()
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.sampled_from(DTYPES).flatmap(lambda dtype: arrays(dtype, array_shapes(min_dims=0, min_side=0, max_dims=3)))
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other or one != one
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(TREES)
+def test_any_tree_comes_back_as_it_was(tree: Any) -> None:
+    assert same(from_bytes(to_bytes(tree)), tree)

@@ -1,0 +1,274 @@
+"""A loop that is stopped anywhere and taken up again ends as if nothing had happened."""
+
+import os
+import random
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from bigbatch import BigBatchWarning, History, OptionError, OrderError, StateError
+from bigbatch.torch import Accumulator, Checkpoints
+
+NUM_SAMPLES, BATCH_SIZE, EPOCHS = 54, 16, 3
+NUM_BATCHES = -(-NUM_SAMPLES // BATCH_SIZE) * EPOCHS
+
+
+def data() -> TensorDataset:
+    x, y = load_digits(return_X_y=True)
+    return TensorDataset(torch.tensor(x[:NUM_SAMPLES], dtype=torch.float32) / 16, torch.tensor(y[:NUM_SAMPLES]))
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    x = x + 0.1 * float(np.random.rand()) + 0.1 * random.random()  # augmented by whoever draws
+    return F.cross_entropy(model(x), y)
+
+
+class Loop:
+    """A training loop with all that draws random numbers or remembers something."""
+
+    def __init__(self, folder: Path, kind: str = "", every: Any = 1) -> None:
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        self.kind = kind
+        model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10))
+        if kind == "bf16":
+            model = model.bfloat16()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler: Any = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=NUM_BATCHES)
+        if kind == "momentum":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
+        options: dict[str, Any] = {"scheduler": scheduler, "clip_norm": 1.0}
+        if kind == "fp16":
+            options["precision"] = "fp16"
+        if kind == "micro-batches":
+            self.accumulator = Accumulator(model, optimizer, accumulation_steps=3, **options)
+        else:
+            self.accumulator = Accumulator(model, optimizer, loss, micro_batch_size=6, **options)
+        generator = torch.Generator().manual_seed(7) if kind == "generator" else None
+        self.loader = DataLoader(data(), BATCH_SIZE, shuffle=True, generator=generator)
+        self.history = History()
+        self.checkpoints = Checkpoints(folder, self.accumulator, every=every, history=self.history)
+
+    def run(self, stop: int | None = None) -> "Loop":
+        for x, y in self.checkpoints.batches(self.loader, EPOCHS):
+            if self.checkpoints.num_batches == stop:
+                break
+            if self.kind == "bf16":
+                x = x.bfloat16()
+            if self.kind == "micro-batches":
+                with self.accumulator.micro_batch(weight=len(y)) as micro:
+                    micro.backward(loss(self.accumulator.model, (x, y)))
+                if micro.step is not None:
+                    self.history.append(micro.step)
+            else:
+                self.history.append(self.accumulator.step((x, y)))
+        self.checkpoints.close()
+        return self
+
+    def ends_as(self, other: "Loop") -> bool:
+        own, theirs = (
+            torch.nn.utils.parameters_to_vector(loop.accumulator.model.parameters()) for loop in (self, other)
+        )
+        buffers = zip(self.accumulator.model.buffers(), other.accumulator.model.buffers(), strict=True)
+        return (
+            torch.equal(own, theirs)
+            and all(torch.equal(*pair) for pair in buffers)
+            and self.history.to_lines() == other.history.to_lines()
+        )
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*BatchNorm.*")
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+        yield
+
+
+@pytest.mark.parametrize("kind", ["", "momentum", "bf16", "fp16", "generator", "micro-batches"])
+def test_stopped_anywhere(kind: str, tmp_path: Path) -> None:
+    whole = Loop(tmp_path / "whole", kind).run()
+    for stop in range(NUM_BATCHES + 1):
+        folder = tmp_path / f"{stop}"
+        Loop(folder, kind).run(stop)
+        assert Loop(folder, kind).run().ends_as(whole), f"stopped after {stop} batches"
+
+
+def test_stopped_again_and_again_with_few_checkpoints(tmp_path: Path) -> None:
+    whole = Loop(tmp_path / "whole").run()
+    for stop in (2, 4, 7, 9, 11):
+        Loop(tmp_path / "broken", every=2).run(stop)
+    assert Loop(tmp_path / "broken", every=2).run().ends_as(whole)
+
+
+def test_without_the_random_numbers_it_would_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Loop(tmp_path / "whole").run()
+    Loop(tmp_path / "other").run(5)
+    monkeypatch.setattr(Checkpoints, "_set_random", lambda *_: None)
+    assert not Loop(tmp_path / "other").run().ends_as(whole)
+
+
+def test_more_epochs_of_a_finished_loop(tmp_path: Path) -> None:
+    whole = Loop(tmp_path / "whole", "momentum")
+    for x, y in whole.checkpoints.batches(whole.loader, 2):
+        whole.history.append(whole.accumulator.step((x, y)))
+    whole.checkpoints.close()
+    longer = Loop(tmp_path / "whole", "momentum").run()
+    assert longer.ends_as(Loop(tmp_path / "at once", "momentum").run())
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.table(x).mean(1))
+
+
+def test_a_window_with_sparse_gradients_that_is_open(tmp_path: Path) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = Embedded()
+        accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2)
+        return model, accumulator, Checkpoints(tmp_path, accumulator, every=None)
+
+    def feed(model: Any, accumulator: Any, seed: int) -> None:
+        x = torch.randint(50, (4, 6), generator=torch.Generator().manual_seed(seed))
+        with accumulator.micro_batch(weight=4) as micro:
+            micro.backward(model(x).square().mean())
+
+    model, accumulator, checkpoints = make()
+    feed(model, accumulator, 1)
+    checkpoints.save(wait=True)
+    feed(model, accumulator, 2)
+    checkpoints.close()
+    other, taken_up, checkpoints = make()
+    assert checkpoints.restore()
+    feed(other, taken_up, 2)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def refused(folder: Path, model: nn.Module, optimizer: Any = None, **more: Any) -> str:
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = optimizer or torch.optim.AdamW(model.parameters())
+    checkpoints = Checkpoints(folder, Accumulator(model, optimizer, loss, 5), **more)
+    with pytest.raises(StateError) as error:
+        checkpoints.restore()
+    checkpoints.close()
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert not optimizer.state
+    return str(error.value)
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    def net(width: int = 32) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, width), nn.Linear(width, 10))
+
+    model = net()
+    checkpoints = Checkpoints(tmp_path, Accumulator(model, torch.optim.AdamW(model.parameters()), loss, 5))
+    checkpoints.save(wait=True)
+    checkpoints.close()
+    assert "0.weight is torch.float32[32, 64] in the checkpoint but torch.float32[16, 64]" in refused(tmp_path, net(16))
+    assert "only the model has 2.bias" in refused(tmp_path, net().append(nn.Linear(10, 10)))
+    assert "torch.float64" in refused(tmp_path, net().double())
+    other = net()
+    groups = torch.optim.AdamW([{"params": other[0].parameters()}, {"params": other[1].parameters()}])
+    assert "groups of [4] parameters in the checkpoint but of [2, 2]" in refused(tmp_path, other, groups)
+    assert "accumulator, ema, model, optimizer" in refused(tmp_path, net(), ema=net())
+
+
+def test_the_data_has_become_shorter(tmp_path: Path) -> None:
+    Loop(tmp_path).run(3)
+    loop = Loop(tmp_path)
+    loop.loader = DataLoader(TensorDataset(*data()[:20]), BATCH_SIZE, shuffle=True)
+    with pytest.raises(StateError, match="after 3 batches of epoch 1 but data has only 2"):
+        loop.run()
+
+
+def test_a_generator_cannot_be_taken_up(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="a generator, which can be gone through once"):
+        next(Loop(tmp_path).checkpoints.batches(batch for batch in [1]))
+
+
+def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+    whole = Loop(tmp_path / "whole").run()
+    Loop(tmp_path / "broken").run(6)
+    newest = max((tmp_path / "broken").glob("[0-9]*")) / "state.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-5] ^= 16
+    newest.write_bytes(content)
+    with pytest.warns(BigBatchWarning, match=r"000006 is damaged \(state.safetensors is not as it was written\)"):
+        assert Loop(tmp_path / "broken").run().ends_as(whole)
+
+
+def test_names_that_are_taken_and_times_that_are_none(tmp_path: Path) -> None:
+    accumulator = Loop(tmp_path).accumulator
+    with pytest.raises(OptionError, match="model is saved already"):
+        Checkpoints(tmp_path, accumulator, model=accumulator.model)
+    for every in (0, -1, "10 parsecs", "min", True, "1.5", "0s"):
+        with pytest.raises(OptionError, match="100, or a time, 10min"):
+            Checkpoints(tmp_path, accumulator, every=every)
+
+
+def test_more_is_saved_along(tmp_path: Path) -> None:
+    accumulator = Loop(tmp_path / "a").accumulator
+    ema = torch.optim.swa_utils.AveragedModel(accumulator.model)
+    ema.update_parameters(accumulator.model)
+    with Checkpoints(tmp_path / "b", accumulator, ema=ema) as checkpoints:
+        checkpoints.save(wait=True)
+    other = torch.optim.swa_utils.AveragedModel(Loop(tmp_path / "a").accumulator.model)
+    with Checkpoints(tmp_path / "b", accumulator, ema=other) as checkpoints:
+        assert checkpoints.restore()
+    assert int(other.n_averaged) == 1
+
+
+def test_what_would_run_code_is_not_saved(tmp_path: Path) -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"f": {"inner": print}}
+
+    checkpoints = Checkpoints(tmp_path, Loop(tmp_path / "a").accumulator, odd=Odd())
+    with pytest.raises(StateError, match="trained/odd/f/inner is a builtin_function_or_method"):
+        checkpoints.save()
+
+
+def test_two_processes_in_one_folder(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.checkpoints.save(wait=True)
+    code = (
+        "import sys; from bigbatch.core.checkpoint import Store\n"
+        "try: Store(sys.argv[1]).load()\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout.startswith("OrderError another process trains in")
+    loop.checkpoints.close()
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout == ""
+
+
+def test_a_fork_does_not_write(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.checkpoints.save(wait=True)
+    pid = os.fork()
+    if not pid:
+        try:
+            loop.checkpoints.save()
+        except OrderError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
