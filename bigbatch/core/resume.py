@@ -74,11 +74,8 @@ class Resumable:
         self._store.save(self.num_batches, state, {**files, **own}, wait=wait)
         self._every.saved(self.num_batches)
 
-    def restore(self) -> bool:
-        """Takes up the newest checkpoint that is whole; False if there is none.
-
-        What is damaged is named in a warning and never used. If a checkpoint does not fit, nothing is changed.
-        """
+    def _restore(self) -> bool:
+        """Takes up the newest checkpoint that is whole; False if there is none."""
         self._is_restored = True
         found = self._store.load()
         if found is None:
@@ -134,7 +131,7 @@ class Resumable:
             )
         self._data = data
         if not self._is_restored:
-            self.restore()
+            self._restore()
         while self.epoch < epochs:
             yield from self._rest_of_epoch(data)
             self.epoch, self.place, self._at_epoch = self.epoch + 1, 0, None

@@ -61,7 +61,7 @@ def _packed(value: Any, path: str, convert: Callable[[Any], Array | None], array
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, np.bool_ | np.integer | np.floating):
         return _packed(value.item(), path, convert, arrays)
-    array = as_array(value) or convert(value)
+    array = value if isinstance(value, Array) else as_array(value) or convert(value)
     if array is not None:
         if array.dtype not in KNOWN:
             raise StateError(f"{path or 'the state'} is an array of {array.dtype}, which safetensors does not have")

@@ -8,9 +8,10 @@ try:
 except ImportError as error:
     raise MissingExtraError('bigbatch.jax needs JAX and Optax: pip install "bigbatch[jax]"') from error
 
+from .checkpoints import Checkpoints
 from .multi_steps import multi_steps
 from .padding import pad
 from .value_and_grad import grad, value_and_grad
 from .verify import verify
 
-__all__ = ["grad", "multi_steps", "pad", "value_and_grad", "verify"]
+__all__ = ["Checkpoints", "grad", "multi_steps", "pad", "value_and_grad", "verify"]

@@ -51,6 +51,13 @@ class Checkpoints(Resumable):
         self._parts: dict[str, Any] = {**own, **more}
         super().__init__(folder, every=every, keep=keep, history=history, to_array=to_array, from_array=from_array)
 
+    def restore(self) -> bool:
+        """Takes up the newest checkpoint that is whole; False if there is none. `batches` does this by itself.
+
+        What is damaged is named in a warning and never used. If a checkpoint does not fit, nothing is changed.
+        """
+        return self._restore()
+
     def _state(self) -> tuple[Any, Mapping[str, bytes]]:
         return without_sparse({name: part.state_dict() for name, part in self._parts.items()}), {}
 

@@ -79,12 +79,12 @@ def test_public_names():
 def test_public_names_of_torch():
     import bigbatch.torch
 
-    assert bigbatch.torch.__all__ == ["Accumulator", "MicroBatch", "train_with_accumulation", "verify"]
+    assert bigbatch.torch.__all__ == ["Accumulator", "Checkpoints", "MicroBatch", "train_with_accumulation", "verify"]
     assert all(hasattr(bigbatch.torch, name) for name in bigbatch.torch.__all__)
 
 
 def test_public_names_of_jax():
-    names = ["grad", "multi_steps", "pad", "value_and_grad", "verify"]
+    names = ["Checkpoints", "grad", "multi_steps", "pad", "value_and_grad", "verify"]
     done = run("import bigbatch.jax as b\nprint(b.__all__, all(hasattr(b, name) for name in b.__all__))")
     assert done.stdout.strip() == f"{names} True", done.stderr
 

@@ -1,0 +1,155 @@
+"""A loop over pytrees that is stopped anywhere and taken up again ends as if nothing had happened."""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from sklearn.datasets import load_digits
+
+from bigbatch import OrderError, StateError
+from bigbatch.jax import Checkpoints, multi_steps, value_and_grad
+
+NUM_BATCHES, EPOCHS = 4, 3
+TOTAL = NUM_BATCHES * EPOCHS
+X, Y = load_digits(return_X_y=True)
+
+
+class Shuffled:
+    """Batches in an order that NumPy's global numbers give."""
+
+    def __init__(self, num: int = NUM_BATCHES) -> None:
+        self.num = num
+
+    def __iter__(self) -> Iterator[Any]:
+        order = np.random.permutation(8 * self.num - 3)
+        for rows in np.array_split(order, self.num):
+            yield X[rows].astype(np.float32) / 16 + np.float32(0.1 * np.random.rand()), Y[rows]
+
+
+def loss(params: Any, batch: Any, key: Any) -> Any:
+    x, y = batch
+    hidden = jnp.tanh(x @ params["in"].astype(jnp.float32))
+    hidden = hidden * jax.random.bernoulli(key, 0.8, hidden.shape)
+    return optax.softmax_cross_entropy_with_integer_labels(hidden @ params["out"], y).mean()
+
+
+@cache
+def compiled(is_fed: bool) -> Any:
+    optimizer: Any = optax.adamw(optax.cosine_decay_schedule(0.01, TOTAL))
+    if is_fed:
+        optimizer = multi_steps(optimizer, 3)
+
+    def step(state: Any, batch: Any) -> Any:
+        key, own = jax.random.split(state["key"])
+        inner = jax.value_and_grad(loss) if is_fed else value_and_grad(loss, 3)
+        _, gradient = inner(state["params"], batch, own)
+        more = {"weight": len(batch[1])} if is_fed else {}
+        updates, opt_state = optimizer.update(gradient, state["opt_state"], state["params"], **more)
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state, "key": key}
+
+    return optimizer, jax.jit(step, donate_argnums=0)
+
+
+class Loop:
+    def __init__(self, folder: Path, is_fed: bool = False) -> None:
+        np.random.seed(0)
+        draw = np.random.default_rng(0)
+        params = {
+            "in": jnp.asarray(draw.normal(0, 0.1, (64, 16)), jnp.bfloat16),
+            "out": jnp.asarray(draw.normal(0, 0.1, (16, 10)), jnp.float32),
+        }
+        optimizer, self.step = compiled(is_fed)
+        self.state = {"params": params, "opt_state": optimizer.init(params), "key": jax.random.key(3)}
+        self.checkpoints = Checkpoints(folder, every=1)
+
+    def run(self, stop: int | None = None) -> "Loop":
+        self.state = self.checkpoints.restore(self.state)
+        for batch in self.checkpoints.batches(Shuffled(), EPOCHS):
+            if self.checkpoints.num_batches == stop:
+                break
+            self.state = self.step(self.state, batch)
+            self.checkpoints.update(self.state)
+        self.checkpoints.close()
+        return self
+
+    def ends_as(self, other: "Loop") -> bool:
+        def plain(leaf: Any) -> Any:
+            return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+
+        own, theirs = (jax.tree.leaves(jax.tree.map(plain, loop.state)) for loop in (self, other))
+        return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(own, theirs, strict=True))
+
+
+@pytest.mark.parametrize("is_fed", [False, True])
+def test_stopped_anywhere(is_fed: bool, tmp_path: Path) -> None:
+    """Also in the middle of a window of multi_steps."""
+    whole = Loop(tmp_path / "whole", is_fed).run()
+    for stop in range(0, TOTAL + 1, 1 if is_fed else 3):
+        Loop(tmp_path / f"{stop}", is_fed).run(stop)
+        assert Loop(tmp_path / f"{stop}", is_fed).run().ends_as(whole), f"stopped after {stop} batches"
+
+
+def test_without_the_random_numbers_it_would_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Loop(tmp_path / "whole").run()
+    Loop(tmp_path / "other").run(5)
+    monkeypatch.setattr(Checkpoints, "_set_random", lambda *_: None)
+    assert not Loop(tmp_path / "other").run().ends_as(whole)
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.update({"a": jnp.zeros(3, jnp.float32), "b": 2})
+        checkpoints.save(wait=True)
+    cases = {
+        r"\['a'\] is float32\[3\] in the checkpoint but float32\[4\] here": {"a": jnp.zeros(4, jnp.float32), "b": 0},
+        r"\['a'\] is float32\[3\] in the checkpoint but int32\[3\] here": {"a": jnp.zeros(3, jnp.int32), "b": 0},
+        r"only the state has \['c'\]": {"a": jnp.zeros(3, jnp.float32), "b": 0, "c": 1},
+        r"only the checkpoint has \['b'\]": {"a": jnp.zeros(3, jnp.float32)},
+    }
+    for message, state in cases.items():
+        with Checkpoints(tmp_path) as checkpoints, pytest.raises(StateError, match=message):
+            checkpoints.restore(state)
+    with Checkpoints(tmp_path) as checkpoints:
+        found = checkpoints.restore({"a": jnp.ones(3, jnp.float32), "b": 0})
+    assert found["b"] == 2
+    assert type(found["b"]) is int
+    assert found["a"].tolist() == [0, 0, 0]
+
+
+def test_sharded_arrays_go_back_to_where_they_were(tmp_path: Path) -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    sharding = NamedSharding(mesh, PartitionSpec("d"))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.update(jax.device_put(jnp.arange(8.0), sharding))
+        checkpoints.save(wait=True)
+    with Checkpoints(tmp_path) as checkpoints:
+        found = checkpoints.restore(jax.device_put(jnp.zeros(8), sharding))
+    assert found.sharding == sharding
+    assert found.tolist() == list(range(8))
+
+
+def test_buffers_that_are_given_up_are_copied_before(tmp_path: Path) -> None:
+    checkpoints, state = Checkpoints(tmp_path), jnp.arange(1000.0)
+    checkpoints.update(state)
+    checkpoints.save()
+    state = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(state)
+    checkpoints.close()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore(state).tolist() == list(range(1000))
+
+
+def test_nobody_says_what_to_save(tmp_path: Path) -> None:
+    with pytest.raises(OrderError, match=r"call restore\(state\) before the loop"):
+        Checkpoints(tmp_path).save()
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.update({})
+        checkpoints.save(wait=True)
+    with pytest.raises(OrderError, match=r"call restore\(state\) before the loop"):
+        next(Checkpoints(tmp_path).batches([1]))
