@@ -8,7 +8,8 @@ except ImportError as error:
     raise MissingExtraError('bigbatch.tensorflow needs TensorFlow: pip install "bigbatch[tensorflow]"') from error
 
 from .accumulator import Accumulator
+from .checkpoints import Checkpoints
 from .train import train_with_accumulation
 from .verify import verify
 
-__all__ = ["Accumulator", "train_with_accumulation", "verify"]
+__all__ = ["Accumulator", "Checkpoints", "train_with_accumulation", "verify"]

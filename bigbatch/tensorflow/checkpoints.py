@@ -1,0 +1,123 @@
+"""Checkpoints of a loop: everything that it needs to go on as if it had never been stopped."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from ..core.errors import OrderError, StateError
+from ..core.resume import Resumable
+from ..core.step import History
+from .accumulator import Accumulator
+
+PREFIX = "tensorflow"
+
+
+class Checkpoints(Resumable):
+    """Saves what an accumulator trains, and takes it up again.
+
+        checkpoints = Checkpoints("checkpoints", accumulator, every="10min", history=history)
+        for batch in checkpoints.batches(dataset, epochs=10):
+            history.append(accumulator.step(batch))
+
+    A process that was killed is started again with the same lines, and ends with the same variables, bit for bit on a
+    CPU. A checkpoint is one of tf.train.Checkpoint, which runs no code, with a manifest: model, optimizer, loss scale,
+    the sums of a window that is open; beside it the seeds of the model's random layers, the random numbers of Python
+    and NumPy, the place in the data and the history. `more` may add what tf.train.Checkpoint can save, by name, such
+    as a tf.random.Generator.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        accumulator: Accumulator,
+        *,
+        every: int | str | None = "10min",
+        keep: int = 2,
+        history: History | None = None,
+        **more: Any,
+    ) -> None:
+        self._model = accumulator.model
+        self._checkpoint = tf.train.Checkpoint(
+            model=accumulator.model, optimizer=accumulator.optimizer, accumulator=accumulator, **more
+        )
+        self._num_behind = 0
+        super().__init__(folder, every=every, keep=keep, history=history)
+
+    def restore(self) -> bool:
+        """Takes up the newest checkpoint that is whole; False if there is none. `batches` does this by itself.
+
+        What is damaged is named in a warning and never used. If a checkpoint does not fit, nothing is changed.
+        """
+        return self._restore()
+
+    def _restore(self) -> bool:
+        has_found = super()._restore()
+        self._num_behind = self.epoch
+        return has_found
+
+    def _state(self) -> tuple[Any, Mapping[str, bytes]]:
+        with tempfile.TemporaryDirectory() as folder:
+            self._checkpoint.write(f"{folder}/{PREFIX}")
+            files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        return {"seeds": [v.numpy() for v in seeds_of(self._model)]}, files
+
+    def _load(self, state: Any, files: Mapping[str, bytes]) -> None:
+        seeds = seeds_of(self._model)
+        if len(state["seeds"]) != len(seeds):
+            raise StateError(
+                f"the checkpoint has the seeds of {len(state['seeds'])} random layers but the model {len(seeds)}: "
+                "go on with the model that it was saved with"
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in files.items():
+                if name.startswith(f"{PREFIX}."):
+                    (Path(folder) / name).write_bytes(content)
+            path = f"{folder}/{PREFIX}"
+            self._check(path, f"{folder}/now")
+            self._checkpoint.read(path).expect_partial()
+        for seed, value in zip(seeds, state["seeds"], strict=True):
+            seed.assign(value)
+
+    def _check(self, path: str, now: str) -> None:
+        """Refuses before the first variable is changed."""
+        if not self._model.variables:
+            raise OrderError("the model has no variables before its first batch: give its layers an Input to go on")
+        self._checkpoint.write(now)
+        found, wanted = (described(tf.train.load_checkpoint(prefix)) for prefix in (path, now))
+        for name, (dtype, shape) in wanted.items():
+            if name.startswith("model/") and name not in found:
+                raise StateError(f"only the model has {name}: go on with the model that it was saved with")
+            if name in found and found[name] != (dtype, shape):
+                raise StateError(
+                    f"{name} is {found[name][0].name}{found[name][1]} in the checkpoint but {dtype.name}{shape} here: "
+                    "go on with the model and the optimizer that it was saved with"
+                )
+        if more := sorted(name for name in found.keys() - wanted.keys() if name.startswith("model/")):
+            raise StateError(f"only the checkpoint has {more[0]}: go on with the model that it was saved with")
+
+    def _begin_epoch(self, data: Any) -> None:
+        """A dataset that shuffles draws the order of each epoch when it is begun: those behind are begun again."""
+        super()._begin_epoch(data)
+        if isinstance(data, tf.data.Dataset):
+            for _ in range(self._num_behind):
+                next(iter(data), None)
+        self._num_behind = 0
+
+
+def described(reader: Any) -> dict[str, tuple[Any, list[int]]]:
+    dtypes = reader.get_variable_to_dtype_map()
+    return {
+        name: (dtypes[name], shape)
+        for name, shape in reader.get_variable_to_shape_map().items()
+        if dtypes[name] != tf.string  # the graph of objects
+    }
+
+
+def seeds_of(model: Any) -> list[Any]:
+    """The states of random layers, which Keras has among the variables but not among the weights."""
+    weights = {id(v) for v in getattr(model, "weights", model.variables)}
+    return [v for v in model.variables if id(v) not in weights]

@@ -1,0 +1,114 @@
+"""A loop that is stopped anywhere and taken up again ends as if nothing had happened."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from sklearn.datasets import load_digits
+
+from bigbatch import BigBatchWarning, History, OrderError, StateError
+from bigbatch.tensorflow import Accumulator, Checkpoints
+
+NUM_SAMPLES, BATCH_SIZE, EPOCHS = 41, 12, 3
+TOTAL = -(-NUM_SAMPLES // BATCH_SIZE) * EPOCHS
+X, Y = load_digits(return_X_y=True)
+
+
+def loss(model: Any, batch: Any) -> Any:
+    x, y = batch
+    return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True))
+
+
+class Batches:
+    """Drawn from NumPy's and Python's global numbers."""
+
+    def __iter__(self) -> Any:
+        order = np.random.permutation(NUM_SAMPLES)
+        for start in range(0, NUM_SAMPLES, BATCH_SIZE):
+            rows = order[start : start + BATCH_SIZE]
+            yield (X[rows] / 16 + 0.1 * random.random()).astype(np.float32), Y[rows]
+
+
+class Loop:
+    def __init__(self, folder: Path, kind: str = "", width: int = 16) -> None:
+        keras.utils.set_random_seed(0)
+        self.kind = kind
+        dense, inputs = keras.layers.Dense, [] if kind == "built late" else [keras.Input((64,))]
+        self.model = keras.Sequential([*inputs, dense(width, "relu"), keras.layers.Dropout(0.3), dense(10)])
+        rate = keras.optimizers.schedules.CosineDecay(0.01, TOTAL)
+        self.optimizer: Any = keras.optimizers.Adam(rate)
+        if kind == "scaled":
+            self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
+        if kind == "added":
+            self.accumulator = Accumulator(self.model, self.optimizer, accumulation_steps=3)
+        else:
+            self.accumulator = Accumulator(self.model, self.optimizer, loss, micro_batch_size=5, clip_norm=1.0)
+        self.data: Any = Batches()
+        if kind == "dataset":
+            whole = tf.data.Dataset.from_tensor_slices((X[:NUM_SAMPLES].astype(np.float32) / 16, Y[:NUM_SAMPLES]))
+            self.data = whole.shuffle(NUM_SAMPLES, seed=3).batch(BATCH_SIZE)
+        self.history = History()
+        self.checkpoints = Checkpoints(folder, self.accumulator, every=1, history=self.history)
+
+    def run(self, stop: int | None = None) -> "Loop":
+        for batch in self.checkpoints.batches(self.data, EPOCHS):
+            if self.checkpoints.num_batches == stop:
+                break
+            if self.kind == "added":
+                with tf.GradientTape() as tape:
+                    value = loss(self.model, batch)
+                gradients = tape.gradient(value, self.model.trainable_variables)
+                self.accumulator.add(gradients, weight=len(batch[1]), loss=value)
+            else:
+                self.history.append(self.accumulator.step(batch))
+        self.checkpoints.close()
+        return self
+
+    def ends_as(self, other: "Loop") -> bool:
+        own, theirs = ([*loop.model.variables, *loop.optimizer.variables] for loop in (self, other))
+        is_same = all(np.array_equal(a.numpy(), b.numpy()) for a, b in zip(own, theirs, strict=True))
+        return is_same and self.history.to_lines() == other.history.to_lines()
+
+
+@pytest.mark.parametrize("kind", ["", "scaled", "added", "dataset"])
+def test_stopped_anywhere(kind: str, tmp_path: Path) -> None:
+    """Also in the middle of a window that is added to, and with a dataset that shuffles anew in every epoch."""
+    whole = Loop(tmp_path / "whole", kind).run()
+    for stop in range(1, TOTAL + 1, 1 if kind == "added" else 3):
+        Loop(tmp_path / f"{stop}", kind).run(stop)
+        assert Loop(tmp_path / f"{stop}", kind).run().ends_as(whole), f"stopped after {stop} batches"
+
+
+def test_without_the_random_numbers_it_would_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Loop(tmp_path / "whole").run()
+    Loop(tmp_path / "other").run(5)
+    monkeypatch.setattr(Checkpoints, "_set_random", lambda *_: None)
+    assert not Loop(tmp_path / "other").run().ends_as(whole)
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    Loop(tmp_path).run(2)
+    loop = Loop(tmp_path, width=8)
+    before = [v.numpy().copy() for v in loop.model.variables]
+    with pytest.raises(StateError, match=r"float32\[64, 16\] in the checkpoint but float32\[64, 8\] here|\[16"):
+        loop.checkpoints.restore()
+    assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, loop.model.variables, strict=True))
+
+
+def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+    whole = Loop(tmp_path / "whole").run()
+    Loop(tmp_path / "broken").run(6)
+    newest = max((tmp_path / "broken").glob("[0-9]*")) / "tensorflow.index"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with pytest.warns(BigBatchWarning, match=r"000006 is damaged \(tensorflow.index has \d+ bytes, \d+ were written\)"):
+        assert Loop(tmp_path / "broken").run().ends_as(whole)
+
+
+def test_a_model_that_is_built_late(tmp_path: Path) -> None:
+    Loop(tmp_path, "built late").run(2)
+    with pytest.raises(OrderError, match="give its layers an Input"):
+        Loop(tmp_path, "built late").checkpoints.restore()
