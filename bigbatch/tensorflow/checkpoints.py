@@ -84,7 +84,7 @@ class Checkpoints(Resumable):
 
     def _check(self, path: str, now: str) -> None:
         """Refuses before the first variable is changed."""
-        if not self._model.variables:
+        if not getattr(self._model, "weights", self._model.variables):
             raise OrderError("the model has no variables before its first batch: give its layers an Input to go on")
         self._checkpoint.write(now)
         found, wanted = (described(tf.train.load_checkpoint(prefix)) for prefix in (path, now))
