@@ -130,11 +130,9 @@ class Store:
 
     def _drop_old(self) -> None:
         """Those before the newest ones that are whole; taken out of sight first, so that none is there in part."""
-        whole = [path for _, path in self._all() if path not in self._damaged]
-        if len(whole) <= self.keep:
-            return
-        for _, path in self._all():
-            if path.name < whole[-self.keep].name:
+        whole = [number for number, path in self._all() if path not in self._damaged]
+        for number, path in self._all():
+            if len(whole) > self.keep and number < whole[-self.keep]:
                 with suppress(OSError):
                     shutil.rmtree(path.rename(path.with_name(f"{path.name}.part")))
 

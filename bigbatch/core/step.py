@@ -124,6 +124,8 @@ class History:
 
     def __init__(self) -> None:
         self._epochs: list[list[Step]] = [[]]
+        self._lines: list[str] = []
+        """Of steps that nothing can change any more."""
 
     def append(self, step: Step) -> None:
         """Adds a step to the epoch that is running."""
@@ -154,8 +156,11 @@ class History:
         write_whole(path, self.to_lines())
 
     def to_lines(self) -> bytes:
-        """JSON lines, one per step."""
-        return "".join(json.dumps(to_json(record), allow_nan=False) + "\n" for record in self._records()).encode()
+        """JSON lines, one per step; what was written before is not written anew."""
+        new = [json.dumps(to_json(record), allow_nan=False) + "\n" for record in self._records(len(self._lines))]
+        text = "".join([*self._lines, *new]).encode()
+        self._lines += new[:-1]  # the last may yet turn out to be its epoch's last
+        return text
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "History":
@@ -179,15 +184,16 @@ class History:
 
     def become(self, other: "History") -> None:
         """Takes the steps and epochs of another in place of its own."""
-        self._epochs = other._epochs
+        self._epochs, self._lines = other._epochs, other._lines
 
-    def _records(self) -> Iterator[dict[str, Any]]:
-        number = 0
+    def _records(self, first: int) -> Iterator[dict[str, Any]]:
+        """Those of all steps from this one on."""
+        before = 0
         for epoch, steps in enumerate(self._epochs):
-            for place, step in enumerate(steps, 1):
-                ends_epoch = place == len(steps) and epoch < len(self._epochs) - 1
-                yield {"step": number, "epoch": epoch, "ends_epoch": ends_epoch, **step.as_dict()}
-                number += 1
+            for place in range(max(0, first - before), len(steps)):
+                ends_epoch = place == len(steps) - 1 and epoch < len(self._epochs) - 1
+                yield {"step": before + place, "epoch": epoch, "ends_epoch": ends_epoch, **steps[place].as_dict()}
+            before += len(steps)
 
     def _append_record(self, record: dict[str, Any]) -> None:
         del record["step"], record["loss"]

@@ -331,3 +331,18 @@ except bigbatch.MissingExtraError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == 'History.plot needs matplotlib: pip install "bigbatch[cli]"\n'
+
+
+def test_lines_that_are_written_again_and_again_are_those_of_one_writing():
+    growing, fetches = History(), [Fetch(float(number)) for number in range(7)]
+    for number, fetch in enumerate(fetches):
+        growing.append(step(fetch))
+        growing.to_lines()
+        if number in (2, 3):
+            growing.end_epoch()
+            growing.to_lines()
+    whole = history([step((float(n),)) for n in range(3)], [step((3.0,))])
+    for number in range(4, 7):
+        whole.append(step((float(number),)))
+    assert growing.to_lines() == whole.to_lines()
+    assert [fetch.num_calls for fetch in fetches] == [1] * 7

@@ -18,7 +18,7 @@ from .training import classifier, logits_of
 ROOT = Path(__file__).parents[2]
 BLOCKS = [
     code
-    for page in ("docs/jax.md", "README.md")
+    for page in ("docs/jax.md", "docs/checkpoints.md", "README.md")
     for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     if page == "docs/jax.md" or "bigbatch.jax" in code
 ]
@@ -62,7 +62,8 @@ def what_the_reader_has():
 
 
 @pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
-def test_code_of_the_page_runs(code):
+def test_code_of_the_page_runs(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names = what_the_reader_has()
     before = names["params"]
     exec(compile(code, "page", "exec"), names)

@@ -2,28 +2,45 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from bigbatch.tensorflow import Accumulator
 
-PAGE = Path(__file__).parents[2] / "docs" / "tensorflow.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_code_of_the_page_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = [
+        code
+        for page in ("tensorflow.md", "checkpoints.md")
+        for code in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+        if page == "tensorflow.md" or "bigbatch.tensorflow" in code
+    ]
     assert blocks
     for code in blocks:
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4)])
         before = model.get_weights()
+        optimizer = keras.optimizers.SGD(0.1)
+        cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        micro_batches = [(np.ones((n, 6), "float32"), np.arange(n) % 4) for n in (5, 5, 5, 5, 3)]
+
+        def loss(model: Any, batch: Any, cross_entropy: Any = cross_entropy) -> Any:
+            return cross_entropy(batch[1], model(batch[0]))
+
         names = {
             "tf": tf,
             "model": model,
-            "optimizer": keras.optimizers.SGD(0.1),
-            "micro_batches": [(np.ones((n, 6), "float32"), np.arange(n) % 4) for n in (5, 5, 5, 5, 3)],
-            "cross_entropy": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            "optimizer": optimizer,
+            "micro_batches": micro_batches,
+            "dataset": micro_batches,
+            "cross_entropy": cross_entropy,
+            "accumulator": Accumulator(model, optimizer, loss, 2),
             "Accumulator": Accumulator,
         }
         exec(compile(code, "page", "exec"), names)
