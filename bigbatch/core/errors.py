@@ -5,6 +5,7 @@ BigBatchError
 ├── BatchError       a batch or a stream cannot be cut or fed as asked
 ├── WeightError      a weight is negative, not finite, or of the wrong kind
 ├── LossError        a loss is no scalar, has no graph, or reaches no parameter
+├── NonFiniteError   a gradient or a loss is not finite, and the caller wants to hear of it
 ├── GradientError    the parameters hold gradients that are not ours
 ├── OrderError       calls came in an order that makes no sense
 ├── CaptureError     a pass cannot be captured as a CUDA graph
@@ -35,6 +36,10 @@ class WeightError(BigBatchError, ValueError):
 
 class LossError(BigBatchError, ValueError):
     """A loss is no scalar, has no graph, or reaches no parameter."""
+
+
+class NonFiniteError(BigBatchError, ArithmeticError):
+    """A gradient or a loss is not finite, and the caller wants to hear of it."""
 
 
 class GradientError(BigBatchError, RuntimeError):

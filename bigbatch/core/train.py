@@ -1,6 +1,7 @@
 """Epochs of windows over a stream of micro-batches."""
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 from .errors import BatchError
@@ -14,10 +15,12 @@ def run_epochs(
     accumulation_steps: AccumulationSteps,
     epochs: int,
     flushed: Callable[[], Iterable[Step]] = tuple,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> History:
     """Feeds every window of every epoch to `step`; refuses a stream that is spent before the end.
 
-    `flushed` makes the steps that are left at the end of an epoch, those of other ranks too.
+    `flushed` makes the steps that are left at the end of an epoch, those of other ranks too. The step after which
+    `is_stopped` says so is the last.
     """
     positive("epochs", epochs)
     if epochs > 1 and iter(data) is data:
@@ -29,10 +32,10 @@ def run_epochs(
     stream = windows(data, accumulation_steps)
     for epoch in range(epochs):
         before = len(history)
-        for window in stream:
-            history.append(step(window))
-        for last in flushed():
-            history.append(last)
+        for made in chain(map(step, stream), _late(flushed)):
+            history.append(made)
+            if is_stopped():
+                return history
         stream.next_step = len(history)
         if len(history) == before:
             raise BatchError(
@@ -41,3 +44,8 @@ def run_epochs(
             )
         history.end_epoch()
     return history
+
+
+def _late(flushed: Callable[[], Iterable[Step]]) -> Iterable[Step]:
+    """Asked for only once everything before is done."""
+    yield from flushed()

@@ -27,6 +27,7 @@ from .agreement import Agreement, Share
 from .capture import capture_for
 from .captured_optimizer import CapturedOptimizer
 from .gradients import Gradients, Sums
+from .nonfinite import NonFinite, OnNonFinite
 from .passes import Loss, Passes
 from .precision import Precision, is_low
 from .replicas import Reduce
@@ -84,6 +85,8 @@ class Accumulator(Passes):
         capture: bool | Literal["auto"] = False,
         group: "ProcessGroup | None" = None,
         reduce: Reduce = "window",
+        on_nonfinite: OnNonFinite = "skip",
+        max_skipped: int = 32,
     ) -> None:
         check_reduction(reduction)
         checks.check_callable("loss", loss)
@@ -108,6 +111,7 @@ class Accumulator(Passes):
             clip_norm,
             clip_value,
             scheduler,
+            NonFinite(on_nonfinite, max_skipped),
         )
         self.model = model
         self.loss = loss
@@ -131,6 +135,7 @@ class Accumulator(Passes):
         one that has no data this time passes None.
         """
         self._refuse_in_block("step()")
+        self._check_nonfinite()
         if self._open is not None:
             raise OrderError(f"a window of {len(self._open)} micro-batches is open: call flush() before step()")
         if self.loss is None:
@@ -187,6 +192,7 @@ class Accumulator(Passes):
             )
         terms = on_host(as_terms(1 if weight is None else weight))
         self._refuse_in_block("micro_batch()")
+        self._check_nonfinite()
         with self._replicas.telling_before_meeting():
             check_weight(tuple(w for w in terms if not isinstance(w, Tensor)), of="this micro-batch")
             self._replicas.check(self._gradients)
@@ -253,6 +259,7 @@ class Accumulator(Passes):
     def flushed(self) -> Iterator[Step]:
         """The steps that `flush` makes: one at most, but for a rank whose data ended before those of the others."""
         self._refuse_in_block("flush()")
+        self._check_nonfinite()
         while (step := self._close(is_ending=True)) is not None:
             yield step
             if not self._replicas.is_shared:
@@ -297,6 +304,11 @@ class Accumulator(Passes):
                 gradients.scale(sums, factors[0])
         return sums
 
+    def _check_nonfinite(self) -> None:
+        """By what is known on all ranks alike: of the last step it may not be."""
+        self._nonfinite.check(self.num_steps - 1)
+        self._nonfinite.refuse_stopped()
+
     def _refuse_in_block(self, call: str) -> None:
         if self._in_block:
             raise OrderError(f"{call} was called inside of a micro_batch() block: call it after the block")
@@ -320,6 +332,7 @@ class Accumulator(Passes):
         return {
             "num_steps": self.num_steps,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "skipped": self._nonfinite.state_dict(),
             **packed(window, self._replicas),
         }
 
@@ -338,3 +351,4 @@ class Accumulator(Passes):
             self.scaler.load_state_dict(state["scaler"])
         self._open = opened
         self.num_steps = state["num_steps"]
+        self._nonfinite.load_state_dict(state.get("skipped", {}))

@@ -90,17 +90,6 @@ def tell_batch_norm(model: nn.Module) -> bool:
     return bool(names)
 
 
-def tell_not_finite(name: str | None, step: int) -> None:
-    """Says why a step was skipped."""
-    where = f"the gradient of {name}" if name is not None else "a part of the gradient that another rank has"
-    warnings.warn(
-        f"step {step} was skipped: {where} is not finite; "
-        "the parameters are unchanged and the next window starts clean",
-        BigBatchWarning,
-        stacklevel=5,
-    )
-
-
 def batch_norms(model: nn.Module) -> list[str]:
     """The names of the BatchNorm layers that normalise by what they are fed."""
     return [

@@ -10,39 +10,48 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 
 class Outcome:
-    """The norm of the gradient, and whether it was applied: only if it is finite."""
+    """The norm of the gradient, and whether it was applied: only if it is finite, and the loss if that matters."""
 
-    def __init__(self, norm: float) -> None:
+    def __init__(self, norm: float, *, is_applied: bool) -> None:
         self._norm = norm
+        self._is_applied = is_applied
 
     def norm(self) -> float:
         return self._norm
 
     def is_applied(self) -> bool:
-        return math.isfinite(self.norm())
+        return self._is_applied
 
 
 class Later(Outcome):
     """On its way from the device. Whoever asks waits for that step, not for what was started after it."""
 
-    def __init__(self, norms: Tensor, total: Tensor, tell: Callable[[int | None], None]) -> None:
+    def __init__(
+        self, norms: Tensor, total: Tensor, *, if_applied: Callable[[], None], if_skipped: Callable[[int | None], None]
+    ) -> None:
         on_device = torch.cat([norms, total.reshape(1)])
         on_host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
         on_host.copy_(on_device, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(on_device.device))  # the current device may be another one
-        self._waiting: tuple[Tensor, Any, Callable[[int | None], None]] | None = (on_host, arrived, tell)
+        self._waiting: tuple[Tensor, Any] | None = (on_host, arrived)
+        self._if_applied, self._if_skipped = if_applied, if_skipped
 
     def norm(self) -> float:
-        """Says so, once, if it is not finite: the number of the first parameter with such a gradient is told."""
+        """Says once what became of it: of one that is not finite, which parameter was the first with such a norm."""
         if self._waiting is not None:
-            on_host, arrived, tell = self._waiting
+            on_host, arrived = self._waiting
             arrived.synchronize()
             *norms, self._norm = on_host.tolist()
             self._waiting = None
-            if not math.isfinite(self._norm):
-                tell(next((number for number, norm in enumerate(norms) if not math.isfinite(norm)), None))
+            if math.isfinite(self._norm):
+                self._if_applied()
+            else:
+                self._if_skipped(next((number for number, norm in enumerate(norms) if not math.isfinite(norm)), None))
         return self._norm
+
+    def is_applied(self) -> bool:
+        return math.isfinite(self.norm())
 
 
 def can_be_skipped_on_device(optimizer: Any, parameters: Iterable[Tensor]) -> bool:

@@ -32,6 +32,14 @@ def train_with_accumulation(
 
     with an accumulator that gets the other options: `weight`, `clip_norm`, `scheduler` and so on. `data` gives
     micro-batches, and the same again each time it is iterated: a list, a DataLoader, not a generator.
+    With `on_nonfinite="stop"` the history ends with the step whose gradient or loss was not finite.
     """
     accumulator = Accumulator(model, optimizer, loss, accumulation_steps=accumulation_steps, **options)
-    return run_epochs(accumulator.step, data, accumulation_steps, epochs, accumulator.flushed)
+    return run_epochs(
+        accumulator.step,
+        data,
+        accumulation_steps,
+        epochs,
+        accumulator.flushed,
+        lambda: accumulator.is_stopped,
+    )

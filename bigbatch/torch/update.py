@@ -12,10 +12,11 @@ from torch.amp import GradScaler
 from ..core.errors import LossError
 from ..core.step import Step
 from ..core.weight import Reduction, Terms, from_terms
-from . import checks, gradients
+from . import gradients
 from .agreement import Agreement
 from .captured_optimizer import CapturedOptimizer
 from .gradients import Gradients, Sums
+from .nonfinite import NonFinite, place_in, place_of
 from .outcome import Later, Outcome, can_be_skipped_on_device
 from .precision import Precision
 from .replicas import Replicas
@@ -34,6 +35,7 @@ class Update:
         clip_norm: float | None,
         clip_value: float | None,
         scheduler: Any,
+        nonfinite: NonFinite,
     ) -> None:
         self.optimizer = optimizer
         self.reduction: Reduction = reduction
@@ -45,6 +47,7 @@ class Update:
         self._gradients = gradients
         self._precision = precision
         self._replicas = replicas
+        self._nonfinite = nonfinite
         self._captured_optimizer: CapturedOptimizer | None = None
         self._pending: Outcome | None = None
         """What became of the last step, if that is not known yet."""
@@ -54,6 +57,11 @@ class Update:
     def scaler(self) -> GradScaler | None:
         """The GradScaler in use: the user's, or ours with precision "fp16"."""
         return self._precision.scaler
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a step was skipped with `on_nonfinite="stop"`, so that no further one is made."""
+        return self._nonfinite.is_stopped
 
     def _step_optimizer(self) -> None:
         is_captured = self._captured_optimizer is not None and self.scaler is None and self._captured_optimizer.step()
@@ -66,10 +74,14 @@ class Update:
         """All that belongs to a step, once: unscale, check, clip, apply, schedule."""
         has_weight = agreement.has_weight(self.reduction)
         terms = losses if has_weight else tuple(0.0 for _ in agreement.total)
-        outcome = self._finish(sums) if has_weight else None
+        if has_weight and self._nonfinite.minds_losses:
+            terms = losses = _known(losses())
+        outcome = self._finish(sums, losses) if has_weight else None
         if self.scheduler is not None and outcome is not None and outcome.is_applied():
             self.scheduler.step()
         self.num_steps += 1
+        if self._pending is None:  # else it is said when the next step begins
+            self._nonfinite.check(self.num_steps)
         return Step(
             terms=terms,
             weight=from_terms(agreement.total),
@@ -80,7 +92,7 @@ class Update:
             reduction=self.reduction,
         )
 
-    def _finish(self, sums: Sums) -> Outcome:
+    def _finish(self, sums: Sums, losses: Callable[[], Terms]) -> Outcome:
         """Brings the finished gradient to the parameters if it is finite."""
         if not sums:
             raise LossError(
@@ -95,19 +107,29 @@ class Update:
             self._precision.unscale(self.optimizer, sums)
             self._replicas.agree_on_overflow(self.scaler, self.optimizer)
             norm = gradients.norm(sums)
-            if math.isfinite(norm):
+            place, is_overflow = self._not_finite(norm, sums, losses)
+            if place is None:
                 gradients.clip(sums, norm, self.clip_norm, self.clip_value)
                 with self._gradients.handed_over(sums):
                     self._step_optimizer()
-            elif self.scaler is None:  # with a scaler an overflow now and then is how it finds its scale
-                checks.tell_not_finite(self._gradients.first_not_finite(sums), self.num_steps + 1)
+                self._nonfinite.applied()
+            else:
+                self._nonfinite.skipped(self.num_steps + 1, place, is_overflow=is_overflow)
             self._precision.update()
-            return Outcome(norm)
+            return Outcome(norm, is_applied=place is None)
         except BaseException:
             self._precision.forget(self.optimizer)
             raise
         finally:
             gradients.clear(self._gradients.parameters)
+
+    def _not_finite(self, norm: float, sums: Sums, losses: Callable[[], Terms]) -> tuple[str | None, bool]:
+        """Where it is that something is not finite, if anywhere, and whether that is for a scaler to deal with."""
+        if self._nonfinite.minds_losses and self.scaler is not None and (place := place_in(losses())):
+            return place, False  # no scale mends a loss
+        if not math.isfinite(norm):
+            return place_of(self._gradients.first_not_finite(sums)), self.scaler is not None
+        return place_in(losses()) if self._nonfinite.minds_losses else None, False
 
     # --- without waiting for the device ------------------------------------------------------------------
 
@@ -117,6 +139,7 @@ class Update:
             self._precision.device == "cuda"
             and self.scheduler is None
             and self.scaler is None
+            and self._nonfinite.on_nonfinite == "skip"
             and not self._replicas.is_sharded
             and len({p.get_device() for p in sums}) == 1
             and can_be_skipped_on_device(self.optimizer, sums)
@@ -128,10 +151,11 @@ class Update:
         gradients.clip_on_device(sums, total, self.clip_norm, self.clip_value)
         parameters, number = list(sums), self.num_steps + 1
 
-        def tell(first: int | None) -> None:
-            checks.tell_not_finite(None if first is None else self._gradients.name(parameters[first]), number)
+        def skipped(first: int | None) -> None:
+            place = place_of(None if first is None else self._gradients.name(parameters[first]))
+            self._nonfinite.skipped(number, place, is_overflow=False)
 
-        outcome = Later(norms, total, tell)
+        outcome = Later(norms, total, if_applied=self._nonfinite.applied, if_skipped=skipped)
         with self._gradients.handed_over(sums), self._skipping(~torch.isfinite(total)):
             self._step_optimizer()
         self.settle()
@@ -155,3 +179,7 @@ class Update:
         if self._pending is not None:
             self._pending.norm()
             self._pending = None
+
+
+def _known(losses: Terms) -> Callable[[], Terms]:
+    return lambda: losses

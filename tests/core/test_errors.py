@@ -48,6 +48,7 @@ def test_all_are_exported():
         ("BatchError", ValueError),
         ("WeightError", ValueError),
         ("LossError", ValueError),
+        ("NonFiniteError", ArithmeticError),
         ("GradientError", RuntimeError),
         ("CaptureError", RuntimeError),
         ("OrderError", RuntimeError),

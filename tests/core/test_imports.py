@@ -61,6 +61,7 @@ def test_public_names():
         "History",
         "LossError",
         "MissingExtraError",
+        "NonFiniteError",
         "OptionError",
         "OrderError",
         "RankError",

@@ -16,6 +16,7 @@ from bigbatch import (
     BigBatchWarning,
     GradientError,
     LossError,
+    NonFiniteError,
     OptionError,
     OrderError,
     RankError,
@@ -55,6 +56,30 @@ def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(rank: int, size: i
         step = accumulator.step(bad)
     assert not step.is_applied
     assert torch.equal(whole(accumulator.model), before)
+    for part in work.own(rank):
+        accumulator.step(part)
+    assert error_of(whole(accumulator.model) - before, train_whole(work)[0]) <= 1e-12
+
+
+@every_wrap
+@pytest.mark.parametrize("on_nonfinite", ["skip", "raise", "stop"])
+def test_what_is_not_finite_on_one_rank_is_heard_of_on_all(rank: int, size: int, wrap: str, on_nonfinite: Any) -> None:
+    work = uneven(size)
+    accumulator, before = make(work, wrap, on_nonfinite=on_nonfinite, max_skipped=1)
+    batch = work.own(rank)[0]
+    assert batch is not None
+    bad = {**batch, "x": batch["x"].clone().fill_(torch.inf if rank == size - 1 else 0.5)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BigBatchWarning)
+        if on_nonfinite == "stop":
+            assert not accumulator.step(bad).is_applied
+            assert accumulator.is_stopped
+        else:
+            with pytest.raises(NonFiniteError, match="step 1"):
+                accumulator.step(bad)
+    assert torch.equal(whole(accumulator.model), before)
+    assert accumulator.is_stopped is (on_nonfinite == "stop")
+    accumulator.load_state_dict(accumulator.state_dict())
     for part in work.own(rank):
         accumulator.step(part)
     assert error_of(whole(accumulator.model) - before, train_whole(work)[0]) <= 1e-12

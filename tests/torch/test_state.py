@@ -105,7 +105,8 @@ def test_between_windows_there_is_nothing_but_the_count() -> None:
     run = Run("plain")
     for number in range(4):
         run.feed(number)
-    assert run.accumulator.state_dict() == {"num_steps": 1, "scaler": None, "window": None}
+    skipped = {"num_steps": 0, "first_step": 0, "first_place": ""}
+    assert run.accumulator.state_dict() == {"num_steps": 1, "scaler": None, "skipped": skipped, "window": None}
     fresh = Accumulator(run.model, run.optimizer, accumulation_steps=4)
     fresh.load_state_dict(run.accumulator.state_dict())
     assert fresh.num_steps == 1
