@@ -85,7 +85,7 @@ def tell_batch_norm(model: nn.Module) -> bool:
             "the micro-batch, so the result is not that of the full batch: put them into eval mode, or use "
             "GroupNorm or LayerNorm, to be exact; verify() shows how far apart it is",
             BigBatchWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     return bool(names)
 

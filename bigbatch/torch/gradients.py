@@ -38,6 +38,17 @@ class Gradients:
         """What the optimizer holds now: groups may be added while training."""
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
+    @property
+    def num_parameters(self) -> int:
+        return sum([len(group["params"]) for group in self._optimizer.param_groups])
+
+    def steps_seen(self) -> list[int]:
+        """Counts that a fused optimizer leaves with its own steps, since it leaves none on parameters (torch 2.13)."""
+        if not any(group.get("fused") for group in self._optimizer.param_groups):
+            return []
+        steps = [state.get("step") for state in self._optimizer.state.values()]
+        return [step._version for step in steps if isinstance(step, Tensor)]
+
     def wide_dtype(self, parameter: Tensor) -> torch.dtype:
         """The dtype in which this parameter's gradients are added up: at least float32."""
         return _promoted(parameter.dtype, self._dtype)

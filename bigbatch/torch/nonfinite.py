@@ -69,7 +69,7 @@ class NonFinite:
                 f"step {step} was skipped: {place} is not finite; "
                 "the parameters are unchanged and the next window starts clean",
                 BigBatchWarning,
-                stacklevel=6,
+                stacklevel=7,
             )
 
     def check(self, until: int) -> None:

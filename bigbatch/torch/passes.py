@@ -28,6 +28,7 @@ class Passes(Update):
     model: nn.Module
     _transfer: Transfer
     _capture: Capture | None
+    _batch_norms: list[nn.Module]
 
     def _step(self, loss: Any, passes: list[tuple[Any, Terms]], agreed: Agreed, micro_batch_size: int | None) -> Step:
         """The step of a window whose micro-batches are all at hand; on a rank without any, of those of the others."""
@@ -107,3 +108,12 @@ class Passes(Update):
     def _is_whole(self, weight: Terms) -> bool:
         """Whether no term is left out since it counts nothing."""
         return self.reduction == "sum" or all(weight)
+
+    def _check_nonfinite(self) -> None:
+        """By what is known on all ranks alike: of the last step it may not be."""
+        self._nonfinite.check(self.num_steps - 1)
+        self._nonfinite.refuse_stopped()
+
+    def _tell_batch_norm(self, num_micro_batches: int) -> None:
+        if num_micro_batches > 1 and self._batch_norms and checks.tell_batch_norm(self.model):
+            self._batch_norms = []  # once is enough

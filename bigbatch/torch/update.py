@@ -20,6 +20,7 @@ from .nonfinite import NonFinite, place_in, place_of
 from .outcome import Later, Outcome, can_be_skipped_on_device
 from .precision import Precision
 from .replicas import Replicas
+from .turns import Turns
 
 
 class Update:
@@ -48,6 +49,7 @@ class Update:
         self._precision = precision
         self._replicas = replicas
         self._nonfinite = nonfinite
+        self._turns = Turns(gradients)
         self._captured_optimizer: CapturedOptimizer | None = None
         self._pending: Outcome | None = None
         """What became of the last step, if that is not known yet."""
@@ -64,6 +66,7 @@ class Update:
         return self._nonfinite.is_stopped
 
     def _step_optimizer(self) -> None:
+        self._turns.changed()
         is_captured = self._captured_optimizer is not None and self.scaler is None and self._captured_optimizer.step()
         if not is_captured:
             self._precision.step(self.optimizer)

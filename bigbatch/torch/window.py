@@ -1,6 +1,6 @@
 """A window that is fed one micro-batch at a time: what it holds, and how it is saved."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,17 @@ class OpenWindow:
     losses: list[list[Any]] = field(default_factory=list)
     loss_scale: Tensor | None = None
     """What a GradScaler multiplied losses by when the window began."""
+    seen: list[Hashable] | None = None
+    """What the parameters looked like after the last micro-batch; None if it was taken up from a state."""
+
+    def check_unchanged(self, now: list[Hashable]) -> None:
+        """Refuses to add up gradients of different parameters."""
+        if self.seen is not None and self.seen != now:
+            raise OrderError(
+                f"the parameters were changed in the middle of a window of {len(self)} micro-batches (by another "
+                "accumulator, optimizer.step() or load_state_dict()), so its gradient would be that of two models: "
+                "change them between windows, or call forget() to drop this one"
+            )
 
     def check_scale(self, now: Tensor | None) -> None:
         """Refuses to add up what was scaled differently."""

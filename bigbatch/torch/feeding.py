@@ -1,0 +1,171 @@
+"""A window that the user feeds one micro-batch at a time, in a loop of his own."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from ..core.errors import OptionError, OrderError
+from ..core.step import Step
+from ..core.weight import Tally, Terms, as_terms, check_weight, scales, times, totals
+from ..core.window import AccumulationSteps, steps_at
+from . import checks, gradients
+from .agreement import Agreement, Share
+from .gradients import Sums
+from .passes import Loss, Passes
+from .precision import is_low
+from .weight import check_all, on_host, read
+from .window import MicroBatch, OpenWindow, values_of
+
+
+class Feeding(Passes):
+    """Keeps the sums of the window that is open, and divides them when it ends."""
+
+    loss: Loss | None
+    accumulation_steps: AccumulationSteps | None
+    _open: OpenWindow | None = None
+
+    @contextmanager
+    def micro_batch(self, weight: Any = None) -> Iterator[MicroBatch]:
+        """One micro-batch of a loop that the user has; at the window's end the step is made.
+
+            for x, y in loader:
+                with accumulator.micro_batch(weight=len(y)) as micro:
+                    micro.backward(criterion(model(x), y))
+            accumulator.flush()                     # the last, shorter window
+
+        `weight` says over how many the loss is a mean; a tuple where the loss has several terms, each of
+        which then takes a backward pass and a set of gradient sums of its own. `micro.step` is the `Step` if
+        this micro-batch was its window's last, else None.
+        """
+        if self.accumulation_steps is None:
+            raise OptionError("micro_batch() does not know how long a window is: pass accumulation_steps=…")
+        if weight is None and self.reduction == "mean":
+            raise OptionError("micro_batch() needs weight=…: over how many samples or tokens the loss is a mean")
+        if self._capture is not None and self._capture.is_required:
+            raise OptionError(
+                'micro_batch() is a loop of yours, which cannot be captured: use step(), or capture="auto"'
+            )
+        terms = on_host(as_terms(1 if weight is None else weight))
+        with self._turns.take("micro_batch()"):
+            self._check_nonfinite()
+            window = self._window_for(terms)
+            micro = MicroBatch(lambda micro, loss: self._feed(micro, window, as_terms(loss), terms))
+            try:
+                with self._replicas.passing(is_last=False), self._precision.autocast():
+                    yield micro
+            except BaseException as error:
+                if micro.has_begun:
+                    self._open = None
+                    self._replicas.drop()
+                    error.add_note(
+                        f"bigbatch: the window of {len(window)} micro-batches was dropped, since the gradient of the "
+                        "last one may be half added; no parameter was changed"
+                    )
+                raise
+            finally:
+                window.seen = self._turns.seen()  # what a pass does to parameters is the model's own business
+            if not micro.has_begun:
+                raise OrderError("micro.backward(loss) was not called in this micro-batch: call it once in the block")
+            self._open = window
+            self._tell_batch_norm(len(window))
+            if len(window) >= steps_at(self.accumulation_steps, self.num_steps):
+                micro.step = self._close(is_ending=False)
+
+    def _window_for(self, terms: Terms) -> OpenWindow:
+        """The one that is open, or a new one, if it can take a micro-batch with these weights."""
+        with self._replicas.telling_before_meeting():
+            check_weight(tuple(w for w in terms if not isinstance(w, Tensor)), of="this micro-batch")
+            self._replicas.check(self._gradients)
+            if self._open is not None:
+                self._open.tally.check(terms)
+                self._open.check_unchanged(self._turns.seen())
+        reference = self._replicas.meet(terms)
+        return self._open or OpenWindow(
+            Tally(self.reduction, reference), [Sums() for _ in terms], loss_scale=self._precision.loss_scale()
+        )
+
+    def _feed(self, micro: MicroBatch, window: OpenWindow, losses: Terms, weight: Terms) -> None:
+        checks.check_loss(losses, len(weight))
+        scale = window.tally.scale(weight)
+        is_any_low = any(map(is_low, losses))
+        self._replicas.see_loss(is_low=is_any_low)
+        # with a scaler, a large weight would overflow in float16
+        is_outside = is_any_low or (self.scaler is not None and not self._replicas.is_sharded)
+        for t, (loss, sums) in enumerate(zip(losses, window.sums, strict=True)):
+            keep_graph = t < len(losses) - 1
+            with self._gradients.collecting(sums) as collection:
+                micro.has_begun = True
+                if is_outside:
+                    self._add_unscaled(loss, scale[t], collection, keep_graph=keep_graph)
+                else:
+                    collection.in_units_of(1.0)
+                    self._precision.backward((loss,), scale[t : t + 1], keep_graph=keep_graph)
+                    collection.added()
+        window.tally.add(weight)
+        window.losses.append(values_of(losses))
+
+    def flush(self) -> Step | None:
+        """Makes the step of the window that is open, however short; None if none is.
+
+        Where several ranks train the model together, every rank calls this after its last batch or micro-batch: it
+        takes part in the steps of those that still have data, and returns when none has.
+        """
+        step = None
+        for step in self.flushed():  # noqa: B007 - the last one is wanted
+            pass
+        return step
+
+    def flushed(self) -> Iterator[Step]:
+        """The steps that `flush` makes: one at most, but for a rank whose data ended before those of the others."""
+        while True:
+            with self._turns.take("flush()"):
+                self._check_nonfinite()
+                step = self._close(is_ending=True)
+            if step is None:
+                return
+            yield step
+            if not self._replicas.is_shared:
+                return
+
+    def _close(self, *, is_ending: bool) -> Step | None:
+        """Makes a step of what this rank has, if anything, and of what the others have; None if nobody has any."""
+        with self._replicas.telling():
+            if self._open is not None:
+                self._open.check_unchanged(self._turns.seen())
+            window, self._open = self._open, None
+            weights = [] if window is None else read(window.tally.weights)
+            check_all(weights)
+            if window is not None:
+                window.check_scale(self._precision.loss_scale())
+            self._replicas.check(self._gradients)
+        agreed = self._replicas.agree(Share(totals(weights), 0, len(weights), is_ending))
+        if agreed().is_ending and not agreed().num_micro_batches:
+            return None
+        try:
+            self._replicas.check_met(agreed(), has_window=window is not None)
+        except OrderError:
+            self._open = window
+            raise
+        if window is None:
+            return self._step(self.loss, [], agreed, None)
+        sums = self._summed(window, weights, agreed())
+        by = [scales(weight, agreed().total, self.reduction) for weight in weights]
+        losses = self._replicas.sum_losses(window.losses, by, len(agreed().total))
+        return self._apply(sums, losses, agreed(), None)
+
+    def _summed(self, window: OpenWindow, weights: list[Terms], agreement: Agreement) -> Sums:
+        """The gradient sums of an open window, of all terms and ranks."""
+        sums = Sums()
+        factors = times(window.tally.factors(agreement.total), self._replicas.divisor)
+        for term, factor in zip(window.sums, factors, strict=True):
+            gradients.scale(term, term.unit * factor)
+            gradients.add(sums, term)
+            term.clear()
+        if agreement.has_weight(self.reduction) and self._replicas.is_shared:
+            with self._replicas.window(), self._gradients.collecting(sums) as collection:
+                self._replicas.complete(collection, is_whole=all(map(self._is_whole, weights)))
+            if self._replicas.holds_gradients:  # they were inside of the model until now
+                gradients.scale(sums, factors[0])
+        return sums

@@ -1,0 +1,145 @@
+"""Two users at once: who trains parameters has them to himself until the call is done; what changed is noticed."""
+
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core.errors import OrderError
+from .gradients import Gradients
+
+
+class Turn:
+    """Whose turn it is to train the parameters that have this one."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self.lock = threading.Lock()
+        self.holder: int | None = None
+        """The thread that has it."""
+        self.num_changes = 0
+        """How often the parameters were stepped: fused and captured optimizers leave no trace on them (torch 2.13)."""
+        self.is_torn = False
+        """Whether a fork left its holder behind."""
+
+    def start_anew_in_child(self) -> None:
+        """A fork takes only its own thread along: what any other was doing is never finished here."""
+        if self.holder not in (None, threading.get_ident()):
+            self.lock, self.holder, self.is_torn = threading.Lock(), None, True
+
+
+_handing_out = threading.Lock()
+_numbers = itertools.count()
+
+
+class Turns:
+    """Those of the parameters of one accumulator: one as a rule, more if it shares some of them with another.
+
+    with turns.take("step()"):   # OrderError if anybody else is at it
+        …
+    """
+
+    def __init__(self, gradients: Gradients) -> None:
+        self.__setstate__(gradients)
+        self._hand_out()
+
+    def __getstate__(self) -> Any:
+        """A copy trains parameters of its own."""
+        return self._gradients
+
+    def __setstate__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+        self._num_parameters = -1
+        self.by_parameter: dict[Tensor, Turn] = {}
+        self._turns: list[Turn] = []
+
+    def _hand_out(self) -> None:
+        """A parameter has the turn that it has with others who train it; those that have none get one in common."""
+        parameters = self._gradients.parameters
+        with _handing_out:
+            fresh = Turn()
+            known = [others.by_parameter for others in _live if others is not self]
+            self.by_parameter = {p: next((turns[p] for turns in known if p in turns), fresh) for p in parameters}
+            _live.add(self)
+        self._num_parameters = len(parameters)
+        # In the order in which they were made: of two who want several, one gets them
+        self._turns = sorted(set(self.by_parameter.values()), key=lambda turn: turn.number)
+
+    def take(self, call: str) -> "Turns":
+        if self._num_parameters != self._gradients.num_parameters:  # groups may be added while training
+            self._hand_out()
+        mine = threading.get_ident()
+        for number, turn in enumerate(self._turns):
+            if turn.is_torn or not turn.lock.acquire(blocking=False):
+                holder, is_torn = turn.holder, turn.is_torn
+                self._give_back(number)
+                raise OrderError(refusal(call, is_torn=is_torn, is_own=holder == mine))
+            turn.holder = mine
+        return self
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None:
+        self._give_back(len(self._turns))
+
+    def _give_back(self, num: int) -> None:
+        for turn in self._turns[:num]:
+            turn.holder = None
+            turn.lock.release()
+
+    def changed(self) -> None:
+        """Says to all who share the parameters that they are not what they were."""
+        for turn in self._turns:
+            turn.num_changes += 1
+
+    def mend(self) -> None:
+        """After a fork in the middle of somebody's step: the caller has seen to the parameters."""
+        for turn in self._turns:
+            turn.is_torn = False
+
+    def seen(self) -> list[Hashable]:
+        """Differs from what it was before if the parameters do: others stepped, or something was loaded."""
+        marks: list[Hashable] = [(turn.number, turn.num_changes) for turn in self._turns]
+        marks += [(p._version, p.data_ptr() if is_plain(p) else 0) for p in self._gradients.parameters]
+        return marks + self._gradients.steps_seen()
+
+
+_live: "weakref.WeakSet[Turns]" = weakref.WeakSet()
+
+
+def is_plain(parameter: Any) -> bool:
+    """Whether its memory has one place: shards and other kinds of tensors may be moved about."""
+    return type(parameter) is nn.Parameter and parameter.is_leaf and not parameter.is_sparse
+
+
+def refusal(call: str, *, is_torn: bool, is_own: bool) -> str:
+    if is_torn:
+        return (
+            f"{call} was called in a process that was forked while another thread was in the middle of a step, so its "
+            "copy of the parameters may be half updated: load them and call forget(), or fork between steps"
+        )
+    if is_own:
+        return (
+            f"{call} was called inside of a micro_batch() block, or of another step of the same parameters: "
+            "call it after that"
+        )
+    return (
+        f"{call} was called while another thread is in a step of the same parameters: "
+        "let one thread train them, or have the others wait"
+    )
+
+
+def _start_anew_in_child() -> None:
+    global _handing_out
+    _handing_out = threading.Lock()
+    for turns in list(_live):
+        for turn in turns.by_parameter.values():
+            turn.start_anew_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew_in_child)
