@@ -39,13 +39,16 @@ class Gradients:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     @property
-    def num_parameters(self) -> int:
-        return sum([len(group["params"]) for group in self._optimizer.param_groups])
+    def num_groups(self) -> int:
+        """Changes when parameters come."""
+        return len(self._optimizer.param_groups)
+
+    @property
+    def is_fused(self) -> bool:
+        return bool(self._optimizer.defaults.get("fused"))
 
     def steps_seen(self) -> list[int]:
         """Counts that a fused optimizer leaves with its own steps, since it leaves none on parameters (torch 2.13)."""
-        if not any(group.get("fused") for group in self._optimizer.param_groups):
-            return []
         steps = [state.get("step") for state in self._optimizer.state.values()]
         return [step._version for step in steps if isinstance(step, Tensor)]
 

@@ -1,10 +1,10 @@
 """Two users at once: who trains parameters has them to himself until the call is done; what changed is noticed."""
 
 import itertools
+import operator
 import os
 import threading
 import weakref
-from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ class Turn:
 
 _handing_out = threading.Lock()
 _numbers = itertools.count()
+version_of = operator.attrgetter("_version")
 
 
 class Turns:
@@ -53,9 +54,11 @@ class Turns:
 
     def __setstate__(self, gradients: Gradients) -> None:
         self._gradients = gradients
-        self._num_parameters = -1
+        self._num_groups = 0
         self.by_parameter: dict[Tensor, Turn] = {}
         self._turns: list[Turn] = []
+        self._plain: list[Tensor] = []
+        """Those whose memory has one place: shards may be moved about."""
 
     def _hand_out(self) -> None:
         """A parameter has the turn that it has with others who train it; those that have none get one in common."""
@@ -65,18 +68,19 @@ class Turns:
             known = [others.by_parameter for others in _live if others is not self]
             self.by_parameter = {p: next((turns[p] for turns in known if p in turns), fresh) for p in parameters}
             _live.add(self)
-        self._num_parameters = len(parameters)
+        self._num_groups = self._gradients.num_groups
+        self._plain = [p for p in parameters if type(p) is nn.Parameter and not p.is_sparse]
         # In the order in which they were made: of two who want several, one gets them
         self._turns = sorted(set(self.by_parameter.values()), key=lambda turn: turn.number)
 
     def take(self, call: str) -> "Turns":
-        if self._num_parameters != self._gradients.num_parameters:  # groups may be added while training
+        if self._num_groups != self._gradients.num_groups:
             self._hand_out()
         mine = threading.get_ident()
-        for number, turn in enumerate(self._turns):
-            if turn.is_torn or not turn.lock.acquire(blocking=False):
+        for turn in self._turns:
+            if turn.is_torn or not turn.lock.acquire(False):
                 holder, is_torn = turn.holder, turn.is_torn
-                self._give_back(number)
+                self._give_back(self._turns.index(turn))
                 raise OrderError(refusal(call, is_torn=is_torn, is_own=holder == mine))
             turn.holder = mine
         return self
@@ -101,19 +105,15 @@ class Turns:
         for turn in self._turns:
             turn.is_torn = False
 
-    def seen(self) -> list[Hashable]:
+    def seen(self) -> list[int]:
         """Differs from what it was before if the parameters do: others stepped, or something was loaded."""
-        marks: list[Hashable] = [(turn.number, turn.num_changes) for turn in self._turns]
-        marks += [(p._version, p.data_ptr() if is_plain(p) else 0) for p in self._gradients.parameters]
-        return marks + self._gradients.steps_seen()
+        marks = [*map(version_of, self.by_parameter), *map(Tensor.data_ptr, self._plain)]
+        for turn in self._turns:
+            marks.append(turn.num_changes)
+        return marks + self._gradients.steps_seen() if self._gradients.is_fused else marks
 
 
 _live: "weakref.WeakSet[Turns]" = weakref.WeakSet()
-
-
-def is_plain(parameter: Any) -> bool:
-    """Whether its memory has one place: shards and other kinds of tensors may be moved about."""
-    return type(parameter) is nn.Parameter and parameter.is_leaf and not parameter.is_sparse
 
 
 def refusal(call: str, *, is_torn: bool, is_own: bool) -> str:

@@ -1,6 +1,6 @@
 """A window that is fed one micro-batch at a time: what it holds, and how it is saved."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +24,10 @@ class OpenWindow:
     losses: list[list[Any]] = field(default_factory=list)
     loss_scale: Tensor | None = None
     """What a GradScaler multiplied losses by when the window began."""
-    seen: list[Hashable] | None = None
+    seen: list[int] | None = None
     """What the parameters looked like after the last micro-batch; None if it was taken up from a state."""
 
-    def check_unchanged(self, now: list[Hashable]) -> None:
+    def check_unchanged(self, now: list[int]) -> None:
         """Refuses to add up gradients of different parameters."""
         if self.seen is not None and self.seen != now:
             raise OrderError(
