@@ -28,8 +28,8 @@ are tuples of the same length, and each term is divided by its own total. Everyt
 tuples; a plain loss is a tuple of one. With reduction "sum" nothing is multiplied or divided at all.
 """
 
-import math
 import numbers
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ Reduction = Literal["mean", "sum"]
 Terms = tuple[Any, ...]
 INTEGRAL = (int, numbers.Integral)  # Python's own first: an abstract class takes ten times as long to ask
 REAL = (int, float, numbers.Real)
+MAX_WEIGHT = sys.float_info.max
 
 
 def as_terms(value: Any) -> Terms:
@@ -132,7 +133,7 @@ def as_plain(value: Any) -> Any:
 def check_weight(weight: Terms, *, of: str) -> Terms:
     """The weight, if every term is a finite number that is not negative."""
     for w in weight:
-        if not (is_number(w) and math.isfinite(w) and w >= 0):
+        if not (is_number(w) and 0 <= as_plain(w) <= MAX_WEIGHT):
             raise WeightError(
                 f"the weight of {of} is {w!r}: a weight says over how many samples or tokens "
                 "the loss is a mean, so it must be a finite number of at least 0"

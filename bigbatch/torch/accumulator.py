@@ -85,6 +85,7 @@ class Accumulator(Feeding):
         check_reduction(reduction)
         checks.check_callable("loss", loss)
         checks.check_callable("weight", weight)
+        checks.check_model(model)
         checks.check_optimizer(model, optimizer)
         checks.check_scheduler(scheduler)
         checks.check_clip("clip_norm", clip_norm)
@@ -202,6 +203,8 @@ class Accumulator(Feeding):
             self._load_state_dict(state)
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
+        if not isinstance(state, dict):
+            raise StateError(f"the state is a {type(state).__name__}: pass what Accumulator.state_dict gave")
         if missing := {"num_steps", "scaler", "window"} - set(state):
             raise StateError(f"the state has no {', '.join(sorted(missing))}: pass what Accumulator.state_dict gave")
         if (state["scaler"] is None) != (self.scaler is None):
@@ -210,9 +213,17 @@ class Accumulator(Feeding):
                 f"the state has {has} GradScaler but this accumulator {wants}: use the precision it was saved with"
             )
         window = unpacked(state, self._replicas)
-        opened = None if window is None else OpenWindow.load(window, self._gradients.parameters, self.reduction)
+        try:
+            num_steps, skipped = int(state["num_steps"]), dict(state.get("skipped", {}))
+            opened = None if window is None else OpenWindow.load(window, self._gradients.parameters, self.reduction)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, StateError):
+                raise
+            raise StateError(
+                f"the state cannot be read ({type(error).__name__}: {error}): pass what Accumulator.state_dict gave"
+            ) from error
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
         self._open = opened
-        self.num_steps = state["num_steps"]
-        self._nonfinite.load_state_dict(state.get("skipped", {}))
+        self.num_steps = num_steps
+        self._nonfinite.load_state_dict(skipped)

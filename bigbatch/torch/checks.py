@@ -19,7 +19,14 @@ def check_callable(name: str, value: Any) -> None:
         raise OptionError(f"{name} is {value!r}: pass a function")
 
 
+def check_model(model: Any) -> None:
+    if not (callable(getattr(model, "parameters", None)) and callable(getattr(model, "modules", None))):
+        raise OptionError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
+
+
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if not (callable(getattr(optimizer, "step", None)) and hasattr(optimizer, "param_groups")):
+        raise OptionError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptionError(
@@ -32,6 +39,16 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise OptionError(
             f"the optimizer holds {len(held)} parameters but none of the model's {len(own)}: "
             "make it from model.parameters()"
+        )
+    if not any(p.requires_grad for p in held):
+        raise OptionError(
+            f"none of the {len(held)} parameters that the optimizer holds is trainable: call requires_grad_() on those "
+            "that are to be trained"
+        )
+    if unmade := [name for name, p in model.named_parameters() if p.is_meta and p in held]:
+        raise OptionError(
+            f"{len(unmade)} of {len(held)} parameters ({unmade[0]} first) are on the device meta, where they have no "
+            'values: call model.to_empty(device="cpu") and load them before'
         )
 
 
@@ -69,6 +86,9 @@ def check_loss(terms: Terms, num_weights: int) -> None:
                 f"the loss has the shape {tuple(term.shape)}, so {term.numel()} numbers instead of 1: "
                 "return the mean, for example loss.mean()"
             )
+        if term.is_complex() or term.is_meta:
+            kind = f"is {term.dtype}" if term.is_complex() else "is on the device meta, where it has no value"
+            raise LossError(f"the loss {kind}: return one real number, computed where the model is")
         has_graph |= term.requires_grad
     if not has_graph:
         raise LossError(

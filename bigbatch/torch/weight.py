@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.weight import Reduction, Terms, as_plain, as_terms, check_terms, check_weight, scales
+from ..core.errors import WeightError
+from ..core.weight import Reduction, Terms, as_plain, as_terms, check_terms, check_weight, scales, totals
 from .agreement import Agreed
 
 Weight = Callable[[Any], Any]
@@ -34,8 +35,14 @@ def weigh(micro_batches: Sequence[Any], weight: Weight) -> list[Terms]:
 
 def check_all(weights: Sequence[Terms]) -> None:
     for number, weight in enumerate(weights):
+        if not weight:
+            raise WeightError(
+                f"the weight of micro-batch {number + 1} has 0 terms: return one number for each of the loss"
+            )
         check_weight(weight, of=f"micro-batch {number + 1}")
         check_terms(len(weights[0]), len(weight))
+    for total in totals(weights):
+        check_weight((total,), of=f"{len(weights)} micro-batches together")
 
 
 def on_host(weight: Terms) -> Terms:
@@ -55,7 +62,19 @@ def read(weights: Sequence[Terms]) -> list[Terms]:
 
 
 def _sum(weight: Tensor) -> Tensor:
-    """In plain numbers on the CPU; elsewhere wide, since torch divides whole numbers in float32."""
+    """In plain numbers on the CPU; elsewhere wide, since torch divides whole numbers in float32.
+
+    If one sample counts less than nothing, others must not hide it: the sum is then no number.
+    """
+    if weight.numel() > 1 and not weight.is_complex() and weight.dtype is not torch.bool:
+        is_negative = (weight < 0).any()
+        if not weight.is_cpu:
+            return weight.detach().sum(dtype=_widest(weight)).where(~is_negative, torch.nan)
+        if is_negative:
+            raise WeightError(
+                f"{int((weight < 0).sum())} of {weight.numel()} samples have a weight below 0 ({weight.min():g} is the "
+                "lowest): a weight says how much a sample counts, so it must be at least 0"
+            )
     if weight.is_cpu and not weight.is_floating_point():
         return weight.detach().sum()
     return weight.detach().sum(dtype=_widest(weight))
