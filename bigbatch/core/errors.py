@@ -8,6 +8,7 @@ BigBatchError
 ├── NonFiniteError   a gradient or a loss is not finite, and the caller wants to hear of it
 ├── GradientError    the parameters hold gradients that are not ours
 ├── OrderError       calls came in an order that makes no sense
+├── Interrupted      a step stopped between two micro-batches, because it was asked to
 ├── CaptureError     a pass cannot be captured as a CUDA graph
 ├── RankError        another process that trains the same model refused
 ├── StateError       a saved state does not fit
@@ -48,6 +49,10 @@ class GradientError(BigBatchError, RuntimeError):
 
 class OrderError(BigBatchError, RuntimeError):
     """Calls came in an order that makes no sense."""
+
+
+class Interrupted(BigBatchError):  # noqa: N818 - nothing went wrong
+    """A step stopped between two micro-batches, because it was asked to. What it has so far is kept."""
 
 
 class CaptureError(BigBatchError, RuntimeError):

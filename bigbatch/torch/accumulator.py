@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from ..core.errors import BatchError, OptionError, OrderError, StateError
+from ..core.errors import BatchError, Interrupted, OptionError, OrderError, StateError
 from ..core.step import Step
 from ..core.weight import (
     Reduction,
@@ -129,6 +129,7 @@ class Accumulator(Feeding):
         """
         with self._turns.take("step()"):
             self._check_nonfinite()
+            self._stop_before_beginning("batch")
             return self._step_on(batch)
 
     def _step_on(self, batch: Any) -> Step:
@@ -140,6 +141,9 @@ class Accumulator(Feeding):
             micro_batches, sizes = self._micro_batches(batch)
             weights = [(size,) for size in sizes] if self.weight is None else weigh(micro_batches, self.weight)
             self._replicas.check(self._gradients, weights if self.reduction == "mean" else ())
+            if self._so_far is not None:
+                self._so_far.check_same(weights)
+                self._so_far.check_unchanged(self._turns.seen())
         passes = [
             (micro_batch, weight)
             for micro_batch, weight in zip(micro_batches, weights, strict=True)
@@ -147,7 +151,15 @@ class Accumulator(Feeding):
         ]
         agreed = self._replicas.agree(Share(totals(weights), len(passes), len(weights)))
         self._tell_batch_norm(len(weights))
-        return self._step(self.loss, passes, agreed, max(sizes, default=None))
+        window = OpenWindow.of_step(self.reduction, weights) if self._so_far is None else self._so_far
+        was_interrupted, self._so_far = self._so_far is not None, None
+        try:
+            window.check_scale(self._precision.loss_scale())
+            return self._step(self.loss, passes, agreed, max(sizes, default=None), window)
+        except Exception as error:
+            if was_interrupted and not isinstance(error, Interrupted):
+                error.add_note("bigbatch: what the interrupted step had is dropped; step() begins the batch anew")
+            raise
 
     def _micro_batches(self, batch: Any) -> tuple[Sequence[Any], list[int]]:
         """The micro-batches, and their sizes where those are known or needed."""
@@ -164,12 +176,13 @@ class Accumulator(Feeding):
         return batch, [nest.batch_size(m, f"micro_batch[{k}]") for k, m in enumerate(batch)]
 
     def forget(self) -> None:
-        """Drops the window that is open, if one is; the next one starts clean.
+        """Drops the window that is open or was interrupted, if there is one; the next one starts clean.
 
         Where several ranks train the model together, every rank calls this.
         """
         self._turns.mend()
         with self._turns.take("forget()"):
+            self._so_far = None
             if self._open is not None:
                 self._open = None
                 self._replicas.drop()
@@ -189,7 +202,8 @@ class Accumulator(Feeding):
         self.settle()
         if self._open is not None:
             self._replicas.check_saving(len(self._open))
-        window = None if self._open is None else self._open.state_dict(self._gradients.parameters)
+        kept = self._so_far if self._open is None else self._open
+        window = None if kept is None else kept.state_dict(self._gradients.parameters)
         return {
             "num_steps": self.num_steps,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -224,6 +238,6 @@ class Accumulator(Feeding):
             ) from error
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-        self._open = opened
+        self._open, self._so_far = (None, opened) if opened is not None and opened.is_of_step else (opened, None)
         self.num_steps = num_steps
         self._nonfinite.load_state_dict(skipped)

@@ -50,6 +50,8 @@ class Feeding(Passes):
         terms = on_host(as_terms(1 if weight is None else weight))
         with self._turns.take("micro_batch()"):
             self._check_nonfinite()
+            self._refuse_so_far("micro_batch()")
+            self._stop_before_beginning("micro-batch")
             window = self._window_for(terms)
             micro = MicroBatch(lambda micro, loss: self._feed(micro, window, as_terms(loss), terms))
             try:
@@ -72,6 +74,13 @@ class Feeding(Passes):
             self._tell_batch_norm(len(window))
             if len(window) >= steps_at(self.accumulation_steps, self.num_steps):
                 micro.step = self._close(is_ending=False)
+
+    def _refuse_so_far(self, call: str) -> None:
+        if self._so_far is not None:
+            raise OrderError(
+                f"{call} was called after a step that was interrupted with {len(self._so_far.losses)} micro-batches "
+                "done: call step() with the same batch to end it, or forget() to drop it"
+            )
 
     def _window_for(self, terms: Terms) -> OpenWindow:
         """The one that is open, or a new one, if it can take a micro-batch with these weights."""
@@ -122,6 +131,7 @@ class Feeding(Passes):
         while True:
             with self._turns.take("flush()"):
                 self._check_nonfinite()
+                self._refuse_so_far("flush()")
                 step = self._close(is_ending=True)
             if step is None:
                 return
@@ -149,7 +159,7 @@ class Feeding(Passes):
             self._open = window
             raise
         if window is None:
-            return self._step(self.loss, [], agreed, None)
+            return self._step(self.loss, [], agreed, None, OpenWindow.of_step(self.reduction, []))
         sums = self._summed(window, weights, agreed())
         by = [scales(weight, agreed().total, self.reduction) for weight in weights]
         losses = self._replicas.sum_losses(window.losses, by, len(agreed().total))

@@ -7,17 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.errors import Interrupted
 from ..core.step import Step
 from ..core.weight import Terms, times
 from . import checks, gradients
 from .agreement import Agreed
 from .capture import Capture
-from .gradients import Collection, Sums
+from .gradients import Collection
 from .precision import is_low
 from .transfer import Transfer
 from .update import Update
 from .weight import Scales
-from .window import values_of
+from .window import OpenWindow, values_of
 
 Loss = Callable[[Any, Any], Any]
 
@@ -29,34 +30,83 @@ class Passes(Update):
     _transfer: Transfer
     _capture: Capture | None
     _batch_norms: list[nn.Module]
+    is_interrupted = False
+    """Whether `interrupt` was called and nothing has stopped yet."""
+    _so_far: OpenWindow | None = None
+    """What an interrupted step has."""
 
-    def _step(self, loss: Any, passes: list[tuple[Any, Terms]], agreed: Agreed, micro_batch_size: int | None) -> Step:
-        """The step of a window whose micro-batches are all at hand; on a rank without any, of those of the others."""
-        sums = Sums()
-        losses: list[list[Any]] = []
+    def _step(
+        self,
+        loss: Any,
+        passes: list[tuple[Any, Terms]],
+        agreed: Agreed,
+        micro_batch_size: int | None,
+        window: OpenWindow,
+    ) -> Step:
+        """The step of a window whose micro-batches are all at hand; on a rank without any, of those of the others.
+
+        There is something in the window already if the step was interrupted before.
+        """
+        (sums,), losses = window.sums, window.losses
         scales_of = Scales(agreed, self.reduction)
         capture = self._capture if self._capture is not None and self._capture.is_on else None
         if capture is not None:
             capture.begin(loss)
         is_overlapping = self._replicas.is_shared and capture is None
-        micro_batches = [micro_batch for micro_batch, _ in passes]
+        micro_batches = [micro_batch for micro_batch, _ in passes[len(losses) :]]
         self._replicas.begin(micro_batches, agreed)
         with self._replicas.window(), self._gradients.collecting(sums) as collection:
-            for number, micro_batch in enumerate(self._transfer.arriving(micro_batches)):
+            for number, micro_batch in enumerate(self._transfer.arriving(micro_batches), len(losses)):
                 weight = passes[number][1]
                 is_last = is_overlapping and self._replicas.is_last(
                     number, len(passes), agreed, is_whole=self._is_whole(weight)
                 )
                 with self._replicas.passing(is_last=is_last):
                     losses.append(self._accumulate(loss, micro_batch, weight, scales_of, collection))
+                if self.is_interrupted and len(losses) < len(passes) and not self._replicas.is_shared:
+                    break
             for number in range(len(passes), self._replicas.num_passes(agreed)):
                 with self._replicas.passing(is_last=self._replicas.is_last(number, len(passes), agreed)):
                     self._add_nothing(loss)
             if self._replicas.is_shared and agreed().has_weight(self.reduction):
                 self._replicas.complete(collection, is_whole=all(self._is_whole(weight) for _, weight in passes))
+        if len(losses) < len(passes):
+            raise self._interruption(window, len(passes))
         gradients.scale(sums, sums.unit)
         summed = self._replicas.sum_losses(losses, [scales_of[w] for _, w in passes], len(agreed().total))
         return self._apply(sums, summed, agreed(), micro_batch_size)
+
+    # --- interruption ------------------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Asks the step under way to stop after its micro-batch; from a signal handler or another thread too.
+
+        It raises `Interrupted`, and what it has so far is kept: `step` with the same batch goes on from there, bit for
+        bit as if nothing had been, in this process or in one that takes up `state_dict`. If no step is under way, the
+        next one raises before it begins. Where several ranks train the model together, steps are finished, and the
+        request is left for the caller to see.
+        """
+        self.is_interrupted = True
+
+    def _interruption(self, window: OpenWindow, num_passes: int) -> Interrupted:
+        """Keeps what there is; says how to go on."""
+        if self._capture is not None:  # recorded passes add to memory of their own
+            window.sums[0].update({p: g.clone() for p, g in window.sums[0].items()})
+        window.loss_scale, window.seen = self._precision.loss_scale(), self._turns.seen()
+        self._so_far = window
+        self.is_interrupted = False
+        return Interrupted(
+            f"step {self.num_steps + 1} was interrupted after {len(window.losses)} of {num_passes} micro-batches: "
+            "save state_dict(), and call step() with the same batch to go on"
+        )
+
+    def _stop_before_beginning(self, what: str) -> None:
+        if self.is_interrupted and not self._replicas.is_shared:
+            self.is_interrupted = False
+            raise Interrupted(
+                f"step {self.num_steps + 1} was interrupted before this {what}: save state_dict(), and pass the same "
+                f"{what} to go on"
+            )
 
     def _accumulate(
         self,

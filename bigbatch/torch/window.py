@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.errors import OrderError, StateError
 from ..core.step import Step
-from ..core.weight import Reduction, Tally, Terms, weighted
+from ..core.weight import Reduction, Tally, Terms, from_terms, weighted
 from .gradients import Sums
 from .shards import like, local
 from .weight import read
@@ -26,6 +26,30 @@ class OpenWindow:
     """What a GradScaler multiplied losses by when the window began."""
     seen: list[int] | None = None
     """What the parameters looked like after the last micro-batch; None if it was taken up from a state."""
+    is_of_step: bool = False
+    """Whether it is what step() has so far: all weights of the batch, one sum, the losses of what is done."""
+
+    def check_same(self, weights: Sequence[Terms]) -> None:
+        """Refuses to go on with another batch than the one that was interrupted."""
+        remedy = "pass the same batch to go on, or call forget() to drop what was interrupted"
+        own = self.tally.weights
+        if len(own) != len(weights):
+            raise OrderError(
+                f"the batch had {len(own)} micro-batches when the step was interrupted, now it has {len(weights)}: "
+                f"{remedy}"
+            )
+        for number, (before, now) in enumerate(zip(own, weights, strict=True), 1):
+            if before != now:
+                raise OrderError(
+                    f"micro-batch {number} had the weight {from_terms(before)} when the step was interrupted, now it "
+                    f"has {from_terms(now)}: {remedy}"
+                )
+
+    @classmethod
+    def of_step(cls, reduction: Reduction, weights: list[Terms]) -> "OpenWindow":
+        tally = Tally(reduction)
+        tally.weights = weights
+        return cls(tally, [Sums()], is_of_step=True)
 
     def check_unchanged(self, now: list[int]) -> None:
         """Refuses to add up gradients of different parameters."""
@@ -58,6 +82,7 @@ class OpenWindow:
             "losses": [[float(value) for value in terms] for terms in self.losses],
             "gradients": [{number[p]: local(g).clone() for p, g in sums.items()} for sums in self.sums],
             "units": [float(sums.unit) for sums in self.sums],
+            "is_of_step": self.is_of_step,
             "loss_scale": None if self.loss_scale is None else float(self.loss_scale),
             "shapes": [tuple(local(p).shape) for p in parameters],
         }
@@ -90,6 +115,7 @@ class OpenWindow:
             [Sums() for _ in state["gradients"]],
             [list(terms) for terms in state["losses"]],
             None if loss_scale is None else torch.tensor(loss_scale),
+            is_of_step=bool(state.get("is_of_step", False)),  # older states have none
         )
         for sums, saved, unit in zip(window.sums, state["gradients"], state["units"], strict=True):
             sums.unit = unit

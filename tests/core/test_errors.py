@@ -14,8 +14,8 @@ def drawn():
     """The tree in the docstring: each name, and the name it hangs from."""
     parents = {}
     for line in errors.__doc__.splitlines():
-        if found := re.match(r"^(?:[├└]── )?(\w+Error)\b", line):
-            parents[found[1]] = "BigBatchError" if line[0] in "├└" else None
+        if found := re.match(r"^(?:([├└])── (\w+)|(BigBatchError)$)", line):
+            parents[found[2] or found[3]] = "BigBatchError" if found[1] else None
     return parents
 
 

@@ -59,6 +59,7 @@ def test_public_names():
         "CaptureError",
         "GradientError",
         "History",
+        "Interrupted",
         "LossError",
         "MissingExtraError",
         "NonFiniteError",

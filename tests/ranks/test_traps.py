@@ -62,6 +62,24 @@ def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(rank: int, size: i
 
 
 @every_wrap
+def test_a_step_that_ranks_share_is_ended_though_one_of_them_is_interrupted(rank: int, size: int, wrap: str) -> None:
+    work = uneven(size)
+    accumulator, before = make(work, wrap)
+    inner = accumulator.loss
+
+    def interrupting(model: nn.Module, batch: Batch) -> Any:
+        if rank == 0:
+            accumulator.interrupt()
+        return inner(model, batch)
+
+    accumulator.loss = interrupting
+    for part in work.own(rank):
+        assert accumulator.step(part).is_applied
+        assert accumulator.is_interrupted is (rank == 0)
+    assert error_of(whole(accumulator.model) - before, train_whole(work)[0]) <= 1e-12
+
+
+@every_wrap
 @pytest.mark.parametrize("on_nonfinite", ["skip", "raise", "stop"])
 def test_what_is_not_finite_on_one_rank_is_heard_of_on_all(rank: int, size: int, wrap: str, on_nonfinite: Any) -> None:
     work = uneven(size)
