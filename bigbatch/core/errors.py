@@ -23,6 +23,10 @@ class BigBatchError(Exception):
     """The parent of everything that bigbatch raises on purpose."""
 
 
+# by this TensorFlow's AutoGraph knows that it can raise the same class again, with the user's lines
+BigBatchError.__init__ = Exception.__init__  # type: ignore[method-assign]
+
+
 class OptionError(BigBatchError, ValueError):
     """An argument has a value that cannot work."""
 

@@ -13,6 +13,7 @@ from . import checks, nest, replicas
 from .checks import WEIGHT
 from .gradients import Gradient
 from .open_window import OpenWindow
+from .outcome import OnNonFinite, Outcome
 from .update import Update
 from .window import WindowGraph
 
@@ -60,10 +61,15 @@ class Accumulator(tf.Module):
         reduction: Reduction = "mean",
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        on_nonfinite: OnNonFinite = "skip",
+        max_skipped: int | None = 32,
         jit_compile: bool = False,
     ) -> None:
         super().__init__(name="accumulator")
         check_reduction(reduction)
+        checks.check_model(model)
+        checks.check_callable("loss", loss)
+        checks.check_callable("weight", weight)
         checks.check_clip("clip_norm", clip_norm)
         checks.check_clip("clip_value", clip_value)
         if micro_batch_size is not None:
@@ -83,7 +89,8 @@ class Accumulator(tf.Module):
         self.num_traces = 0
         """How many graphs were made of batches; it stays the same while only their sizes vary."""
         self.strategy = replicas.strategy_of(model)
-        self._update = Update(model, optimizer, self.strategy, reduction, clip_norm, clip_value)
+        self._outcome = Outcome(on_nonfinite, max_skipped, self.strategy)
+        self._update = Update(model, optimizer, self.strategy, reduction, clip_norm, clip_value, self._outcome)
         self._window = OpenWindow(self._update, accumulation_steps)
         self._graphs = Graphs()
         if model.trainable_variables:
@@ -91,10 +98,14 @@ class Accumulator(tf.Module):
 
     # --- a batch, or a window of micro-batches -----------------------------------------------------------
 
+    @tf.autograph.experimental.do_not_convert
     def step(self, batch: Any) -> Step:
         """One step of the optimizer on the whole batch: a nest of tensors that is cut, or a `Window`."""
         if self.loss is None:
             raise OptionError("step() needs a loss: pass Accumulator(model, optimizer, loss, …)")
+        if not tf.executing_eagerly():
+            raise OrderError("step() is a graph by itself: call it outside of tf.function, or use add() inside")
+        self._outcome.check_going()
         if count := self._window.num_micro_batches():
             raise OrderError(f"a window of {count} micro-batches is open: call flush() before step()")
         if isinstance(batch, Window):
@@ -103,7 +114,7 @@ class Accumulator(tf.Module):
             raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
         layout, tensors = self._spread(batch)
         self._build(layout, tensors)
-        with checks.telling_bad_weights():
+        with checks.telling():
             found = self._compiled(("batch", self.micro_batch_size), self._on_batch, layout, tensors)(*tensors)
         return self._told(found if self._update.optimizer.runs_in_graph else self._update.applied(*found))
 
@@ -112,14 +123,16 @@ class Accumulator(tf.Module):
             raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
         spread = [self._spread(micro_batch) for micro_batch in window]
         self._build(*spread[0])
-        with checks.telling_bad_weights():
+        with checks.telling():
             weights = [self._compiled("weigh", self._on_weigh, *each)(*each[1]) for each in spread]
+        replicas.check_terms(self.strategy, weights)
         total = replicas.total(self.strategy, weights)
         spec = tf.TensorSpec(total.shape, WEIGHT)
         sums = self._window.sums_for(total.shape[0])
         try:
-            for each in spread:
-                self._compiled(("add", id(sums)), self._on_add, *each, spec)(total, *each[1])
+            with checks.telling():
+                for each in spread:
+                    self._compiled(("add", id(sums)), self._on_add, *each, spec)(total, *each[1])
             close: Any = self._window.close
             if self._update.optimizer.runs_in_graph:
                 name = ("close", id(sums), tuple(sums.present()))
@@ -130,6 +143,7 @@ class Accumulator(tf.Module):
             raise
 
     def _told(self, found: Any) -> Step:
+        self._update.check(found)
         return self._update.told(found, self.micro_batch_size)
 
     def _spread(self, batch: Any) -> tuple[nest.Layout, list[Any]]:
@@ -156,6 +170,8 @@ class Accumulator(tf.Module):
         key = (name, layout.key, more, tuple(map(id, self.model.trainable_variables)), in_python)
         made = self._graphs.made
         if key not in made:
+            checks.check_trainable(self.model, is_called=True)
+            self._update.optimizer.check_knows(self.model.trainable_variables)
             specs = [*more, *map(replicas.any_size, tensors)]
             function = tf.function(make(layout), input_signature=specs, autograph=False)
             made[key] = function if in_python else function.get_concrete_function()  # which is cheaper to call
@@ -237,6 +253,15 @@ class Accumulator(tf.Module):
         """How many windows are done, applied or not."""
         return self._update.num_steps
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a gradient that is not finite ended the run (on_nonfinite="stop"); set it to False to go on."""
+        return self._outcome.is_stopped
+
+    @is_stopped.setter
+    def is_stopped(self, value: bool) -> None:
+        self._outcome.is_stopped = value
+
     # --- before the first step ---------------------------------------------------------------------------
 
     def _build(self, layout: nest.Layout, tensors: Sequence[Any]) -> None:
@@ -249,6 +274,7 @@ class Accumulator(tf.Module):
 
         if not self.model.trainable_variables:
             self.strategy.run(on_replica, args=tensors)
+            checks.check_trainable(self.model, is_called=True)
         self._prepare()
 
     def _prepare(self) -> None:

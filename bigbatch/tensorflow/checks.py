@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ..core.errors import BigBatchWarning, GradientError, LossError, OptionError, WeightError
-from ..core.weight import Terms, check_terms, check_weight
+from ..core.errors import BigBatchWarning, GradientError, LossError, OptionError, OrderError, WeightError
+from ..core.weight import Terms, check_terms, check_weight, is_number
+from .gradients import wide_dtype
 
 WEIGHT = tf.float64  # counts are exact in it
+BAD_LOSS = "the loss is no scalar: return the mean, for example tf.reduce_mean(loss)"
+BAD_STEPS = "accumulation_steps(step) is less than 1: return a whole number of at least 1"
 BAD_WEIGHT = (
     "the weight of a micro-batch is negative or not finite: a weight says over how many samples or tokens "
     "the loss is a mean, so it must be a finite number of at least 0"
@@ -24,8 +27,35 @@ def check_clip(name: str, value: float | None) -> None:
         raise OptionError(f"{name} is {value!r}: pass a number above 0, or None")
 
 
-def check_loss(terms: Terms, num_weights: int) -> None:
-    """Refuses what no gradient can be taken of, while the graph is being made."""
+def check_callable(name: str, value: Any) -> None:
+    if value is not None and not callable(value):
+        raise OptionError(f"{name} is {value!r}: pass a function")
+
+
+def check_model(model: Any) -> None:
+    if not hasattr(model, "trainable_variables"):
+        raise OptionError(
+            f"the model is a {type(model).__name__}, which has no trainable_variables: pass a model of Keras, or a "
+            "tf.Module"
+        )
+
+
+def check_trainable(model: Any, *, is_called: bool) -> None:
+    """Refuses a model that nothing can be learned by."""
+    if model.trainable_variables:
+        return
+    num = len(model.variables)
+    if not num and not is_called:
+        raise OrderError("the model has no variables yet: call it on a batch once, then make the accumulator")
+    raise OptionError(f"of the model's {num} variables 0 are trainable: set trainable = True where it is to learn")
+
+
+def name_of(variable: Any) -> str:
+    return str(getattr(variable, "path", None) or variable.name)
+
+
+def checked_loss(terms: Terms, num_weights: int) -> Terms:
+    """The terms; refuses what no gradient can be taken of, while the graph is being made if that is known then."""
     check_terms(len(terms), num_weights)
     for term in terms:
         if not tf.is_tensor(term) or not term.dtype.is_floating:
@@ -34,45 +64,87 @@ def check_loss(terms: Terms, num_weights: int) -> None:
             )
         if term.shape.rank not in (None, 0):
             raise LossError(f"the loss has the shape {term.shape}: return the mean, for example tf.reduce_mean(loss)")
+    return tuple(term if term.shape.rank == 0 else _scalar(term) for term in terms)
+
+
+def _scalar(term: tf.Tensor) -> tf.Tensor:
+    """A term whose shape is known only when the graph is run."""
+    with tf.control_dependencies([tf.debugging.Assert(tf.equal(tf.rank(term), 0), [BAD_LOSS])]):
+        term = tf.identity(term)
+    return tf.reshape(term, [])
+
+
+def loss_at_hand(loss: Any) -> tf.Tensor:
+    """The loss of one micro-batch that the user took the gradient of."""
+    if not (is_number(loss) or (hasattr(loss, "dtype") and tf.as_dtype(loss.dtype).is_floating)):
+        raise LossError(f"the loss is a {type(loss).__name__}: pass the micro-batch's mean loss, a scalar")
+    if hasattr(loss, "shape") and tf.TensorShape(loss.shape).rank not in (None, 0):
+        raise LossError(f"the loss has the shape {loss.shape}: pass the micro-batch's mean loss, a scalar")
+    return tf.reshape(tf.cast(loss, WEIGHT), [])
 
 
 def weight_at_hand(weight: Any) -> tf.Tensor:
     """One number for a micro-batch; refuses a bad one where it is known, and in a graph when that is run."""
     if not isinstance(weight, tf.Tensor | np.ndarray):  # tf.cast takes a plain number through float32
         return tf.constant(check_weight((weight,), of="this micro-batch")[0], WEIGHT)
-    added = tf.reduce_sum(tf.cast(weight, WEIGHT))
+    added, is_good = added_up(weight)
     if tf.executing_eagerly():
-        check_weight((float(added),), of="this micro-batch")
+        if not is_good:
+            bad = [float(w) for w in np.ravel(weight) if not (np.isfinite(w) and w >= 0)]
+            check_weight((bad[0] if bad else float(added),), of="this micro-batch")
         return added
-    return checked(added)
+    return checked(added, is_good)
 
 
-def checked(weights: tf.Tensor) -> tf.Tensor:
+def added_up(weight: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """A weight, or those of the samples added up, and whether all of them are good."""
+    weight = tf.convert_to_tensor(weight)
+    if not (weight.dtype.is_floating or weight.dtype.is_integer or weight.dtype.is_bool):
+        raise WeightError(f"the weight is a tensor of {weight.dtype.name}: pass numbers, of at least 0")
+    wide = tf.cast(weight, WEIGHT)
+    added = tf.reduce_sum(wide)
+    return added, tf.reduce_all(wide >= 0) & tf.math.is_finite(added)
+
+
+def checked(weights: tf.Tensor, is_good: tf.Tensor) -> tf.Tensor:
     """The weights, with a check in the graph; `step` turns it into a WeightError."""
-    is_good = tf.reduce_all(tf.math.is_finite(weights) & (weights >= 0))
     with tf.control_dependencies([tf.debugging.Assert(is_good, [BAD_WEIGHT])]):
         return tf.identity(weights)
 
 
 @contextmanager
-def telling_bad_weights() -> Iterator[None]:
+def telling() -> Iterator[None]:
+    """Turns what a check in a graph of ours found into the error that it is."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        if BAD_WEIGHT in error.message:
-            raise WeightError(BAD_WEIGHT) from None
+        for message, kind in ((BAD_WEIGHT, WeightError), (BAD_LOSS, LossError)):
+            if message in error.message:
+                raise kind(message) from None
         raise
 
 
-def check_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+def check_gradients(gradients: Any, variables: Sequence[Any]) -> None:
     """Refuses gradients that are not the variables', before any is added."""
+    if not isinstance(gradients, Sequence):
+        raise OptionError(
+            f"add() got a {type(gradients).__name__}: pass tape.gradient(loss, model.trainable_variables)"
+        )
     if len(gradients) != len(variables):
         raise OptionError(
             f"add() got {len(gradients)} gradients for {len(variables)} variables: "
             "pass tape.gradient(loss, model.trainable_variables)"
         )
     for k, (g, v) in enumerate(zip(gradients, variables, strict=True)):
-        if g is not None and not g.shape.is_compatible_with(v.shape):
+        if g is None:
+            continue
+        if not isinstance(g, tf.Tensor | tf.IndexedSlices) or wide_dtype(g.dtype) != wide_dtype(v.dtype):
+            kind = getattr(g.dtype, "name", g.dtype) if hasattr(g, "dtype") else ""
+            raise GradientError(
+                f"gradient {k} is a {type(g).__name__} {f'of {kind} ' if kind else ''}but its variable is of "
+                f"{tf.as_dtype(v.dtype).name}: pass tape.gradient(loss, model.trainable_variables)"
+            )
+        if not g.shape.is_compatible_with(v.shape):
             raise GradientError(
                 f"gradient {k} has the shape {g.shape} but its variable {v.shape}: "
                 "pass tape.gradient(loss, model.trainable_variables)"

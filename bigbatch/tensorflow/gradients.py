@@ -89,6 +89,13 @@ def norm(gradients: Sequence[Gradient]) -> tf.Tensor:
     return tf.sqrt(tf.cond(tf.math.is_finite(squares), lambda: squares, wide))
 
 
+def first_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
+    """The place of the first gradient that is not finite; -1 if all are."""
+    present = [k for k, g in enumerate(gradients) if g is not None]
+    is_bad = tf.stack([~tf.reduce_all(tf.math.is_finite(tf.abs(numbers))) for numbers in values(gradients)])
+    return tf.where(tf.reduce_any(is_bad), tf.gather(present, tf.argmax(is_bad)), -1)
+
+
 def sum_of_squares(numbers: Sequence[tf.Tensor]) -> tf.Tensor:
     """Over all of them, in float64: one pass over each, and what follows once for each dtype, not for each tensor."""
     halves = [tf.nn.l2_loss(tf.abs(n) if n.dtype.is_complex else n) for n in numbers]
@@ -106,7 +113,9 @@ def clipped(
     result = list(gradients)
     if clip_norm is not None:
         limit = tf.constant(clip_norm, tf.float64)  # tf.cast takes a plain number through float32
-        result = scaled(result, limit / tf.maximum(total_norm, limit))
+        factor = limit / tf.maximum(total_norm, limit)
+        # what is not finite stays where it is, so that it can be named
+        result = scaled(result, tf.where(tf.math.is_finite(total_norm), factor, tf.ones_like(factor)))
     if clip_value is not None:
 
         def clip(g: tf.Tensor) -> tf.Tensor:

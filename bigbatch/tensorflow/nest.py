@@ -65,7 +65,15 @@ def kind(leaf: Any) -> Any:
 
 
 def as_leaf(item: Any) -> Any:
-    return tf.convert_to_tensor(item) if isinstance(item, np.ndarray | tf.Variable) else item
+    if not isinstance(item, np.ndarray | tf.Variable):
+        return item
+    try:
+        return tf.convert_to_tensor(item)
+    except ValueError as error:  # an array of objects
+        raise BatchError(
+            f"an array of the batch has {len(item)} entries of the dtype {item.dtype}, of which TensorFlow makes no "
+            "tensor: pass numbers or strings, or a list to have it go whole to every micro-batch"
+        ) from error
 
 
 def is_tensor(leaf: Any) -> bool:

@@ -5,9 +5,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..core.errors import OptionError, OrderError
+from ..core.errors import GradientError, OptionError, OrderError
 from ..core.step import Step
-from ..core.window import AccumulationSteps, steps_at
+from ..core.weight import is_number
+from ..core.window import AccumulationSteps, positive, steps_at
 from . import checks, gradients
 from .checks import WEIGHT
 from .gradients import Gradient
@@ -38,22 +39,27 @@ class OpenWindow(tf.Module):
             raise OptionError("add() does not know how long a window is: pass accumulation_steps=…")
         if weight is None and self.reduction == "mean":
             raise OptionError("add() needs weight=…: over how many samples or tokens the loss is a mean")
+        checks.check_trainable(self.update.model, is_called=False)
         variables = self.update.variables_now()
         checks.check_gradients(found, variables)
         self._check_eager("add()")
+        self.update.outcome.check_going()
+        self.update.outcome.check_graph()
         context = tf.distribute.get_replica_context()
         if context is None or context.num_replicas_in_sync != self.strategy.num_replicas_in_sync:
             raise OrderError(
                 f"the model is on {self.strategy.num_replicas_in_sync} replicas: call add() in what strategy.run runs"
             )
-        counted = checks.weight_at_hand(1 if weight is None else weight)
+        steps = self._steps_now()
+        counted = self.update.outcome.unless_too_many(checks.weight_at_hand(1 if weight is None else weight))
         factor = tf.ones([], WEIGHT) if self.reduction == "sum" else counted
-        value = tf.cast(float("nan") if loss is None else loss, WEIGHT)
+        value = checks.loss_at_hand(float("nan") if loss is None else loss)
         value = value if loss is None else tf.math.multiply_no_nan(value, factor)
         if not self.update.is_ready or self._sums is None or not self._sums.fits(variables, 1):
             context.merge_call(lambda _: self._prepare())
-        self.sums.add(gradients.weighted([gradients.widened(g) for g in found], factor), counted, value[None])
-        context.merge_call(lambda _: self._count())
+        with tf.control_dependencies([counted, steps]):  # a graph adds nothing either if one of them is refused
+            self.sums.add(gradients.weighted([gradients.widened(g) for g in found], factor), counted, value[None])
+            context.merge_call(lambda _: self._count(steps))
 
     def _prepare(self) -> None:
         """Across replicas: makes what no replica can make by itself."""
@@ -71,6 +77,7 @@ class OpenWindow(tf.Module):
     def flush(self) -> Step | None:
         """Across replicas: the step of the window that is open, however short; in eager code None if none is."""
         self._check_eager("flush()")
+        self.update.outcome.check_graph()
         if not tf.executing_eagerly():
             if self.sums.present():
                 tf.cond(self.sums.count > 0, self._close_told, lambda: None)
@@ -98,8 +105,7 @@ class OpenWindow(tf.Module):
     def sums_for(self, num_terms: int) -> Sums:
         """Sums for the variables that are trained now."""
         variables = self.update.variables_now()
-        if not variables:
-            raise OrderError("the model has no variables yet: call it on a batch once, then make the accumulator")
+        checks.check_trainable(self.update.model, is_called=False)
         if self._sums is None or not self._sums.fits(variables, num_terms):
             with tf.init_scope():
                 if self._sums is not None and self.num_micro_batches():
@@ -107,30 +113,42 @@ class OpenWindow(tf.Module):
                         f"the trainable variables changed in the middle of a window ({len(self._sums.gradients)} then, "
                         f"{len(variables)} now): call flush() before that"
                     )
+                if self.update.is_ready:
+                    self.update.optimizer.check_knows(self.update.model.trainable_variables)
                 self._sums = Sums(variables, self.strategy, num_terms)
         return self._sums
 
-    def _count(self) -> None:
+    def _count(self, steps: tf.Tensor) -> None:
         """Across replicas: what each of them added is one micro-batch."""
         self.sums.counted()
-        steps: Any = self.accumulation_steps
-        if callable(steps):
-            eager = tf.executing_eagerly()
-            steps = (
-                steps_at(steps, int(self.update.num_steps.numpy()))
-                if eager
-                else tf.cast(steps(self.update.num_steps), tf.int32)
-            )
         tf.cond(self.sums.count >= steps, self._close_told, lambda: None)
 
+    def _steps_now(self) -> tf.Tensor:
+        """How many micro-batches the window has."""
+        steps: Any = self.accumulation_steps
+        if callable(steps) and tf.executing_eagerly():
+            steps = steps_at(steps, int(self.update.num_steps.numpy()))
+        elif callable(steps):
+            steps = steps(self.update.num_steps)
+        if is_number(steps):
+            return tf.constant(positive("accumulation_steps(step)", steps))
+        with tf.control_dependencies([tf.debugging.Assert(steps >= 1, [checks.BAD_STEPS])]):
+            return tf.cast(steps, tf.int32)
+
     def _close_told(self) -> None:
-        losses, total, norm, is_applied, num = self.close(None)
+        found = self.close(None)
+        losses, total, norm, is_applied, num, _ = found
         told = [tf.reduce_sum(losses), tf.reduce_sum(total), norm, is_applied, num]
         self._told.assign(tf.stack([tf.cast(value, WEIGHT) for value in told]))
+        if tf.executing_eagerly():
+            self.update.check(found)
 
     def close(self, total: tf.Tensor | None) -> Any:
         """Across replicas: the step on what was added up. A total is given if that is divided by it already."""
         present = self.sums.present()
+        if total is None and not present:
+            self.clear()
+            raise GradientError("no variable got a gradient in this window: compute the loss with the model")
 
         def on_replica() -> Any:
             found, weight, losses = self.sums.read(present)
@@ -143,7 +161,7 @@ class OpenWindow(tf.Module):
             return (*self.update.finished(found, by), losses, by, tf.identity(self.sums.count))
 
         try:
-            return self.update.applied(*self.strategy.run(on_replica))
+            return self.update.applied(*self.strategy.run(on_replica), is_loss_known=total is not None)
         finally:
             self.clear()
 

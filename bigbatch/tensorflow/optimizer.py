@@ -7,7 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from ..core.errors import OptionError
+from .checks import name_of
 from .gradients import Gradient
+from .replicas import as_tf_variable
 
 
 class Optimizer:
@@ -21,8 +23,7 @@ class Optimizer:
                 f"{type(optimizer).__name__} reduces gradients by itself, so it cannot step on the reduced gradient of "
                 f"{strategy.num_replicas_in_sync} replicas: use an optimizer of Keras"
             )
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if num := getattr(inner, "gradient_accumulation_steps", None):
+        if num := getattr(self._inner, "gradient_accumulation_steps", None):
             raise OptionError(
                 f"the optimizer has gradient_accumulation_steps={num}, which would accumulate what is accumulated "
                 "already: leave it out"
@@ -44,7 +45,32 @@ class Optimizer:
             self.optimizer.built = True
         elif self.kind == "tf_keras":
             is_new = hasattr(self.optimizer, "build")
-            (self.optimizer.build if is_new else self.optimizer._create_all_weights)(variables)
+            if not is_new:
+                self.optimizer._create_all_weights(variables)
+            elif not getattr(self._inner, "_built", False):  # a second time, it would mix up the variables' moments
+                self.optimizer.build(variables)
+
+    def check_knows(self, variables: Sequence[Any]) -> None:
+        """Refuses variables that the optimizer was not built for."""
+        inner = self._inner
+        if self.kind == "keras" and inner.built:
+            known = {id(as_tf_variable(v)) for v in inner._trainable_variables}
+            strange = [v for v in variables if id(as_tf_variable(v)) not in known]
+        elif self.kind == "tf_keras" and getattr(inner, "_built", False):
+            known = inner._index_dict
+            strange = [v for v in variables if inner._var_key(as_tf_variable(v)) not in known]
+        else:
+            return
+        if strange:
+            raise OptionError(
+                f"the optimizer was built for {len(known)} variables, and {len(strange)} of the model's "
+                f"{len(variables)} are not among them ({name_of(strange[0])} first): make a new optimizer, or build it "
+                "for all variables that are trained at any time"
+            )
+
+    @property
+    def _inner(self) -> Any:
+        return getattr(self.optimizer, "inner_optimizer", self.optimizer)
 
     def scale(self) -> Any:
         """What the loss is multiplied by."""
@@ -81,7 +107,7 @@ class Optimizer:
         There is no public switch for it (Keras 3.15). This object's own method is covered, and only while a step is
         being traced.
         """
-        inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        inner = self._inner
         if self.kind != "keras":
             yield
             return

@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ..core.errors import WeightError
 from . import nest
 
 
@@ -30,6 +31,17 @@ def spread(strategy: tf.distribute.Strategy, tensor: Any, batch_size: int) -> An
         return nest.part(tensor, start, min(start + each, batch_size))
 
     return strategy.experimental_distribute_values_from_function(part)
+
+
+def check_terms(strategy: tf.distribute.Strategy, weights: Sequence[Any]) -> None:
+    """Refuses micro-batches with other terms than the first."""
+    nums = [strategy.experimental_local_results(each)[0].shape[0] for each in weights]
+    for number, num in enumerate(nums):
+        if num != nums[0]:
+            raise WeightError(
+                f"micro-batch {number + 1} has {num} weights, those before it in the window have {nums[0]}: give every "
+                "micro-batch the same terms"
+            )
 
 
 def total(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> tf.Tensor:

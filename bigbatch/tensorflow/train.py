@@ -27,6 +27,8 @@ def train_with_accumulation(
                 accumulator.step(window)
 
     with an accumulator that gets the other options: `weight`, `clip_norm` and so on. `data` gives micro-batches, and
-    the same again each time it is iterated: a list, a tf.data.Dataset, not a generator.
+    the same again each time it is iterated: a list, a tf.data.Dataset, not a generator. With on_nonfinite="stop"
+    the run ends with the first step that is not finite.
     """
-    return run_epochs(Accumulator(model, optimizer, loss, **options).step, data, accumulation_steps, epochs)
+    accumulator = Accumulator(model, optimizer, loss, **options)
+    return run_epochs(accumulator.step, data, accumulation_steps, epochs, is_stopped=lambda: accumulator.is_stopped)

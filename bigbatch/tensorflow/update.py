@@ -5,13 +5,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..core.errors import GradientError
+from ..core.errors import LossError
 from ..core.step import Step
 from ..core.weight import Reduction, from_terms
 from . import checks, gradients, replicas
 from .checks import WEIGHT
 from .gradients import Gradient
 from .optimizer import Optimizer
+from .outcome import Outcome
+
+SKIPPED = "bigbatch: a step was skipped, since its gradient is not finite; no variable was changed"
 
 
 class Update(tf.Module):
@@ -25,6 +28,7 @@ class Update(tf.Module):
         reduction: Reduction,
         clip_norm: float | None,
         clip_value: float | None,
+        outcome: Outcome,
     ) -> None:
         super().__init__(name="update")
         self.model = model
@@ -32,6 +36,7 @@ class Update(tf.Module):
         self.reduction: Reduction = reduction
         self.clip_norm = clip_norm
         self.clip_value = clip_value
+        self.outcome = outcome
         self.optimizer = Optimizer(optimizer, strategy)
         self.is_ready = False
         with strategy.scope():
@@ -42,9 +47,11 @@ class Update(tf.Module):
         """Makes what no graph can make: the optimizer's variables."""
         if self.is_ready:
             return
+        self.optimizer.check_knows(self.model.trainable_variables)
         self.is_ready = True
+        is_keras = self.optimizer.kind == "keras"
         with self.strategy.scope():
-            self.optimizer.build(self.model.trainable_variables)
+            self.optimizer.build(self.model.trainable_variables if is_keras else self.variables_now())
         checks.tell_batch_norm(self.model)
 
     def variables_now(self) -> list[Any]:
@@ -54,7 +61,7 @@ class Update(tf.Module):
     def finished(self, found: list[Gradient], total: tf.Tensor) -> tuple[Any, ...]:
         """On a replica: the gradient of the whole batch, checked and clipped; the same on all of them."""
         if all(g is None for g in found):
-            raise GradientError("the loss reached none of the model's trainable variables: compute it with the model")
+            raise LossError("the loss reached none of the model's trainable variables: compute it with the model")
         unit = tf.cast(self.optimizer.scale(), WEIGHT)
         norm = gradients.norm(found) / unit
         has_weight = tf.reduce_any(total > 0) | (self.reduction == "sum")
@@ -62,13 +69,29 @@ class Update(tf.Module):
         return found, norm, tf.math.is_finite(norm), has_weight
 
     def applied(
-        self, found: Any, norm: Any, is_finite: Any, has_weight: Any, losses: Any, total: Any, num: Any
+        self,
+        found: Any,
+        norm: Any,
+        is_finite: Any,
+        has_weight: Any,
+        losses: Any,
+        total: Any,
+        num: Any,
+        *,
+        is_loss_known: bool = True,
     ) -> tuple[Any, ...]:
-        """Across replicas: the step, if the gradient is finite and counts anything."""
+        """Across replicas: the step, if the gradient is finite and counts anything.
+
+        Where the user wants to hear of it, so must be the loss.
+        """
         norm, is_finite, has_weight, losses, total, num = (
             self.strategy.experimental_local_results(value)[0]
             for value in (norm, is_finite, has_weight, losses, total, num)
         )
+
+        is_scaling, outcome = self.optimizer.is_scaling, self.outcome
+        if outcome.on_nonfinite != "skip" and is_loss_known and not is_scaling:
+            is_finite &= tf.reduce_all(tf.math.is_finite(losses))
 
         def on_replica(found: Any) -> None:
             variables = self.model.trainable_variables if self.optimizer.kind == "keras" else self.variables_now()
@@ -77,20 +100,36 @@ class Update(tf.Module):
         def apply() -> None:
             with self.optimizer.reduced_already():
                 self.strategy.run(on_replica, args=(found,))
+            if is_scaling:
+                tf.cond(is_finite, outcome.went_well, note)
+            else:
+                outcome.went_well()
 
-        def skip() -> None:
-            if not self.optimizer.is_scaling:
-                told = "bigbatch: a step was skipped, since its gradient is not finite; no variable was changed"
-                tf.cond(has_weight, lambda: tf.print(told, output_stream=sys.stderr), tf.no_op)
+        def note() -> None:
+            first = self.strategy.run(gradients.first_not_finite, args=(found,))
+            outcome.went_wrong(self.num_steps + 1, self.strategy.experimental_local_results(first)[0])
+
+        def leave_out() -> None:
+            note()
+            if outcome.on_nonfinite != "raise":
+                tf.print(SKIPPED, output_stream=sys.stderr)
 
         # an optimizer that scales the loss must see what is not finite, to lower its scale
-        tf.cond(has_weight & (is_finite | self.optimizer.is_scaling), apply, skip)
+        tf.cond(
+            has_weight & (is_finite | is_scaling),
+            apply,
+            lambda: tf.cond(has_weight, leave_out, outcome.had_no_weight),
+        )
         self.num_steps.assign_add(1)
-        return losses, total, norm, has_weight & is_finite, num
+        return losses, total, norm, has_weight & is_finite, num, tf.identity(outcome.record)
+
+    def check(self, found: Any) -> None:
+        """In eager code: looks at what `applied` returned, and raises or stops if the user wants it."""
+        self.outcome.tell(found[-1], self.model.trainable_variables, self.optimizer.is_scaling)
 
     def told(self, found: Any, micro_batch_size: int | None = None) -> Step:
         """What `applied` returned, for the user."""
-        losses, total, norm, is_applied, num = found
+        losses, total, norm, is_applied, num, *_ = found
         return Step(
             terms=lambda: tuple(map(float, losses)),
             weight=lambda: from_terms(tuple(map(float, total))),

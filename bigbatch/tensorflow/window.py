@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from ..core.errors import WeightError
 from ..core.weight import Reduction, as_terms, check_weight
 from . import gradients, loop, memory, nest, replicas
-from .checks import WEIGHT, check_loss, checked
+from .checks import WEIGHT, added_up, checked, checked_loss
 from .gradients import Gradient
 from .loop_sums import is_kept_sparse, sums_for
 from .optimizer import Optimizer
@@ -85,10 +86,12 @@ class WindowGraph:
         if self.weight is None:
             return tf.cast(loop.num_samples(tensors), WEIGHT)[None]
         found = as_terms(self.weight(self.layout.pack(tensors)))
+        if not found:
+            raise WeightError("the weight has 0 terms: return a number, or one for each term of the loss")
         check_weight(tuple(w for w in found if not tf.is_tensor(w)), of="a micro-batch")
         # tf.cast takes a plain number through float32
-        wide = [tf.cast(w, WEIGHT) if tf.is_tensor(w) else tf.constant(w, WEIGHT) for w in found]
-        return checked(tf.stack([*map(tf.reduce_sum, wide)]))
+        pairs = [added_up(w if tf.is_tensor(w) else tf.constant(w, WEIGHT)) for w in found]
+        return checked(tf.stack([added for added, _ in pairs]), tf.reduce_all([is_good for _, is_good in pairs]))
 
     def _weights(self, tensors: Sequence[Any], micro_batch_size: int, num: Any, sizes: tf.Tensor) -> tf.Tensor:
         """A row for each micro-batch, with a column for each term."""
@@ -155,8 +158,7 @@ class WindowGraph:
         The scale enters as the gradient that the tape starts from, which saves the multiplication and its gradient.
         """
         with tf.GradientTape() as tape:
-            terms = as_terms(self.loss(self.layout.pack(tensors)))
-        check_loss(terms, scale.shape[0])
+            terms = checked_loss(as_terms(self.loss(self.layout.pack(tensors))), scale.shape[0])
         # a scale is rounded in float16 and bfloat16, so there the wide gradient is scaled in place of the loss
         is_late = len(terms) == 1 and terms[0].dtype != gradients.wide_dtype(terms[0].dtype)
         seeds = self.optimizer.scaled(tf.ones_like(scale) if is_late else scale)
@@ -168,7 +170,7 @@ class WindowGraph:
     def _micro_apart(self, tensors: Sequence[Any], scale: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
         """The same with a gradient for each term, where one of them counts nothing and may be 0/0."""
         with tf.GradientTape(persistent=True) as tape:
-            terms = as_terms(self.loss(self.layout.pack(tensors)))
+            terms = checked_loss(as_terms(self.loss(self.layout.pack(tensors))), scale.shape[0])
         variables = self.variables()
         sums: list[Gradient] = [None] * len(variables)
         seeds = tf.unstack(self.optimizer.scaled(tf.ones_like(scale)))

@@ -1,0 +1,324 @@
+"""Bad input, in eager code and in graphs: one sentence, nothing changed, and the next good step is exact."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from bigbatch import (
+    BatchError,
+    BigBatchError,
+    GradientError,
+    LossError,
+    OptionError,
+    OrderError,
+    WeightError,
+    Window,
+)
+from bigbatch.tensorflow import Accumulator
+from tests.tensorflow.test_accumulator import (
+    add,
+    assert_exact_step,
+    assert_same,
+    assert_untouched,
+    full_batch_step,
+    gradients,
+    loss,
+    make,
+    make_batch,
+    make_model,
+    parts,
+    snapshot,
+)
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def assert_refused(accumulator: Accumulator, call: Callable[[], Any], error: type[BigBatchError], message: str) -> None:
+    before = snapshot(accumulator)
+    with pytest.raises(error, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    assert_untouched(accumulator, before)
+    assert accumulator.flush() is None
+    assert_exact_step(accumulator)
+
+
+def vector(model: Any, batch: Any) -> Any:
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(batch[1], model(batch[0]))
+
+
+def of_unknown_shape(loss: Any) -> Any:
+    """As losses are that come out of tf.py_function or tf.numpy_function."""
+
+    @tf.custom_gradient
+    def hidden(value: Any) -> Any:
+        unknown = tf.numpy_function(lambda v: v, [value], tf.float64)
+        return unknown, lambda upstream: upstream * tf.ones_like(value)
+
+    return lambda model, batch: hidden(loss(model, batch))
+
+
+# --- weights and losses ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["in a graph", "eagerly"])
+@pytest.mark.parametrize("kind", ["batch", "window"])
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"weight": lambda b: tf.constant([5.0, -1.0])}, WeightError, "negative or not finite"),
+        ({"weight": lambda b: tf.constant([5.0, np.inf])}, WeightError, "negative or not finite"),
+        ({"weight": lambda b: tf.constant("4")}, WeightError, "a tensor of string"),
+        ({"weight": lambda b: tf.constant(4 + 0j)}, WeightError, "a tensor of complex128"),
+        ({"weight": lambda b: ()}, WeightError, "the weight has 0 terms"),
+        ({"loss": lambda m, b: ()}, LossError, "0 terms but the weight has 1"),
+        ({"loss": of_unknown_shape(vector)}, LossError, "the loss"),
+    ],
+)
+def test_weights_and_losses(
+    options: dict[str, Any],
+    error: type[BigBatchError],
+    message: str,
+    kind: str,
+    mode: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    if mode == "eagerly":
+        request.getfixturevalue("eagerly")
+    accumulator = make(4, **options)
+    batch = make_batch() if kind == "batch" else Window(parts(make_batch()))
+    assert_refused(accumulator, lambda: accumulator.step(batch), error, message)
+
+
+@pytest.mark.parametrize("kind", ["batch", "window"])
+def test_a_scalar_of_unknown_shape_is_a_loss_like_any_other(kind: str) -> None:
+    accumulator = make(4, loss=of_unknown_shape(loss))
+    accumulator.step(make_batch() if kind == "batch" else Window(parts(make_batch())))
+    assert_same(accumulator.model, full_batch_step(make_model(), keras.optimizers.SGD(0.1)))
+
+
+def test_micro_batches_of_a_window_with_other_terms() -> None:
+    accumulator = make(None, weight=lambda batch: 1 if batch[2] == "one" else (1, 2))
+    pieces = parts(make_batch())
+    window = Window([(*pieces[0], "one"), (*pieces[1], "two")])
+    assert_refused(accumulator, lambda: accumulator.step(window), WeightError, "micro-batch 2 has 2 weights, .* have 1")
+
+
+def test_an_array_of_objects() -> None:
+    accumulator = make()
+    batch = (*make_batch(), np.array([object()] * 11))
+    assert_refused(accumulator, lambda: accumulator.step(batch), BatchError, "11 entries of the dtype object")
+
+
+# --- models and optimizers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("way", ["batch", "window", "add"])
+def test_a_model_with_nothing_to_learn(way: str, when: str) -> None:
+    model = make_model()
+    model.trainable = when == "after"
+    accumulator = Accumulator(
+        model, keras.optimizers.SGD(0.1), loss, 4 if way == "batch" else None, accumulation_steps=3
+    )
+    model.trainable = False
+    before = snapshot(accumulator)
+    call = {
+        "batch": lambda: accumulator.step(make_batch()),
+        "window": lambda: accumulator.step(Window(parts(make_batch()))),
+        "add": lambda: accumulator.add([], weight=3),
+    }[way]
+    with pytest.raises(OptionError, match="of the model's 4 variables 0 are trainable"):
+        call()
+    assert_untouched(accumulator, before)
+    model.trainable = True
+    assert_exact_step(accumulator)
+
+
+def test_a_model_without_variables() -> None:
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Activation("tanh")])
+    accumulator = Accumulator(model, keras.optimizers.Adam(0.1), loss, 4)
+    with pytest.raises(OptionError, match="of the model's 0 variables 0 are trainable"):
+        accumulator.step(make_batch())
+    assert not accumulator.optimizer.built
+
+
+class Plain(tf.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = tf.Variable(np.linspace(-1, 1, 15).reshape(5, 3))
+        self.b = tf.Variable(np.zeros(3))
+
+    def __call__(self, x: Any) -> Any:
+        return x @ self.w + self.b
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "keras": lambda: keras.optimizers.Adam(0.1),
+    "keras that scales": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)),
+    "tf_keras": lambda: tf_keras.optimizers.Adam(0.1),
+}
+
+
+@pytest.mark.parametrize("way", ["batch", "window", "add"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_that_was_built_for_other_variables(kind: str, way: str) -> None:
+    """Of the same shapes: nothing else would tell them apart."""
+    optimizer = OPTIMIZERS[kind]()
+    optimizer.build(list(Plain().trainable_variables))
+    model = Plain()
+    before = [v.numpy() for v in (*model.variables, *optimizer.variables)]
+
+    def call() -> None:
+        accumulator = Accumulator(model, optimizer, loss, 4, accumulation_steps=1)
+        if way == "add":
+            add(accumulator, make_batch())
+        else:
+            accumulator.step(make_batch() if way == "batch" else Window(parts(make_batch())))
+
+    with pytest.raises(OptionError, match=r"built for 2 variables, and 2 of the model's 2 .* first\): make a new"):
+        call()
+    for now, then in zip((*model.variables, *optimizer.variables), before, strict=True):
+        np.testing.assert_array_equal(now.numpy(), then)
+
+
+def test_an_optimizer_that_was_built_before_some_variables_were_unfrozen() -> None:
+    model = make_model()
+    model.layers[0].trainable = False
+    accumulator = Accumulator(model, keras.optimizers.SGD(0.1, momentum=0.9), loss, 4)
+    accumulator.step(make_batch())
+    before = snapshot(accumulator)
+    model.layers[0].trainable = True
+    with pytest.raises(OptionError, match="built for 2 variables, and 2 of the model's 4"):
+        accumulator.step(make_batch())
+    assert_untouched(accumulator, before)
+
+
+def test_tf_keras_keeps_each_variable_its_own_moments() -> None:
+    """An accumulator for a part of what the optimizer was built for: its index must not be made anew."""
+
+    def run(by: str) -> Any:
+        model, optimizer = Plain(), tf_keras.optimizers.Adam(0.1)
+        full_batch_step(model, optimizer)
+        model.w._trainable = False  # frozen, the first of two
+        if by == "us":
+            Accumulator(model, optimizer, loss, 4).step(make_batch())
+        else:
+            full_batch_step(model, optimizer)
+        return model
+
+    assert len(run("them").trainable_variables) == 1
+    assert_same(run("us"), run("them"))
+
+
+@pytest.mark.parametrize(
+    ("make_it", "message"),
+    [
+        (lambda: make(loss="mse"), "loss is 'mse': pass a function"),
+        (lambda: make(weight=3), "weight is 3: pass a function"),
+        (lambda: Accumulator(len, keras.optimizers.SGD(0.1), loss, 4), "has no trainable_variables"),
+    ],
+)
+def test_options(make_it: Callable[[], Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        make_it()
+
+
+# --- add() -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda found: [g.numpy() for g in found], GradientError, "gradient 0 is a ndarray of float64"),
+        (
+            lambda found: [tf.cast(g, tf.float32) for g in found],
+            GradientError,
+            "float32 but its variable is of",
+        ),
+        (lambda found: [tf.cast(g, tf.int32) for g in found], GradientError, "of int32 but"),
+        (lambda found: [1.0, *found[1:]], GradientError, "gradient 0 is a float but"),
+        (lambda found: None, OptionError, "got a NoneType"),
+        (lambda found: found[0], OptionError, "got a EagerTensor"),
+    ],
+)
+def test_gradients_that_are_none(change: Callable[[Any], Any], error: type[BigBatchError], message: str) -> None:
+    accumulator = make(accumulation_steps=2)
+    found = change(gradients(accumulator.model, make_batch())[1])
+    assert_refused(accumulator, lambda: accumulator.add(found, weight=11), error, message)
+
+
+@pytest.mark.parametrize(
+    ("weight", "value", "error", "message"),
+    [
+        (np.array([3.0, -1.0]), 1.0, WeightError, "is -1.0"),
+        (tf.constant([3.0, -1.0]), 1.0, WeightError, "is -1.0"),
+        (tf.constant("4"), 1.0, WeightError, "a tensor of string"),
+        (4, tf.ones(3), LossError, r"the shape \(3,\)"),
+        (4, np.ones(1), LossError, r"the shape \(1,\)"),
+        (4, "low", LossError, "is a str"),
+    ],
+)
+def test_weights_and_losses_of_add(weight: Any, value: Any, error: type[BigBatchError], message: str) -> None:
+    accumulator = make(accumulation_steps=2)
+    found = gradients(accumulator.model, make_batch())[1]
+    assert_refused(accumulator, lambda: accumulator.add(found, weight=weight, loss=value), error, message)
+
+
+@pytest.mark.parametrize(
+    ("weight", "value", "error", "message"),
+    [
+        (-1, 1.0, WeightError, "is -1"),
+        (tf.constant("4"), 1.0, WeightError, "a tensor of string"),
+        (tf.constant([3.0, -1.0]), 1.0, tf.errors.InvalidArgumentError, "negative or not finite"),
+        (4, "low", LossError, "is a str"),
+        (4, tf.ones(3), LossError, r"the shape \(3,\)"),
+    ],
+)
+def test_weights_and_losses_of_add_in_a_graph(weight: Any, value: Any, error: type[Exception], message: str) -> None:
+    """What is known while the graph is made keeps its class, though AutoGraph adds the lines it came from."""
+    accumulator = make(accumulation_steps=2)
+
+    def feed() -> None:
+        accumulator.add(gradients(accumulator.model, make_batch())[1], weight=weight, loss=value)
+
+    before = snapshot(accumulator)
+    with pytest.raises(error, match=message):
+        tf.function(feed)()
+    assert_untouched(accumulator, before)
+    assert accumulator.flush() is None
+    assert_exact_step(accumulator)
+
+
+@pytest.mark.parametrize(
+    ("steps", "in_graph", "error", "message"),
+    [
+        (lambda step: 0, False, OptionError, r"accumulation_steps\(0\) is 0"),
+        (lambda step: 0, True, OptionError, "is 0"),
+        (lambda step: 2.5, True, OptionError, "is 2.5"),
+        (lambda step: step * 0 - 1, True, tf.errors.InvalidArgumentError, "less than 1"),
+    ],
+)
+def test_windows_of_no_micro_batches(steps: Any, in_graph: bool, error: type[Exception], message: str) -> None:
+    accumulator = make(accumulation_steps=steps)
+    before = snapshot(accumulator)
+    feed = tf.function(lambda: add(accumulator, make_batch())) if in_graph else lambda: add(accumulator, make_batch())
+    with pytest.raises(error, match=message):
+        feed()
+    assert_untouched(accumulator, before)
+    assert accumulator.flush() is None
+    assert_exact_step(accumulator)
+
+
+def test_step_inside_of_a_graph() -> None:
+    accumulator = make()
+    before = snapshot(accumulator)
+    with pytest.raises(OrderError, match=r"step\(\) is a graph by itself"):
+        tf.function(lambda: accumulator.step(make_batch()))()
+    assert_untouched(accumulator, before)
+    assert_exact_step(accumulator)
