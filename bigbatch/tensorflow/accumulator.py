@@ -1,6 +1,7 @@
 """The accumulator: one graph a window, on one device or under any tf.distribute strategy."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -108,8 +109,10 @@ class Accumulator(tf.Module):
         self._outcome.check_going()
         if count := self._window.num_micro_batches():
             raise OrderError(f"a window of {count} micro-batches is open: call flush() before step()")
-        if isinstance(batch, Window):
-            return self._step_window(batch)
+        with self._update.alone():
+            return self._step_window(batch) if isinstance(batch, Window) else self._step_batch(batch)
+
+    def _step_batch(self, batch: Any) -> Step:
         if self.micro_batch_size is None:
             raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
         layout, tensors = self._spread(batch)
@@ -236,12 +239,22 @@ class Accumulator(tf.Module):
         In eager code, in a `tf.function`, or in what `strategy.run` runs. `last_step` tells of the step; with `loss`
         it has the loss of the whole batch too.
         """
-        self._window.add(gradients, weight, loss)
+        with self._alone_if_eager():
+            self._window.add(gradients, weight, loss)
 
     @tf.autograph.experimental.do_not_convert
     def flush(self) -> Step | None:
         """Makes the step of the window that is open, however short; in eager code None if none is."""
-        return self._window.flush()
+        with self._alone_if_eager():
+            return self._window.flush()
+
+    def _alone_if_eager(self) -> AbstractContextManager[None]:
+        """On the replica that calls, if one does; when a graph is run, nobody sees who runs it."""
+        if not tf.executing_eagerly():
+            return nullcontext()
+        context = tf.distribute.get_replica_context()
+        is_on_replica = context is not None and context.num_replicas_in_sync > 1
+        return self._update.alone(int(context.replica_id_in_sync_group) if is_on_replica else None)
 
     @property
     def last_step(self) -> Step | None:

@@ -9,7 +9,7 @@ from ..core.errors import GradientError, OptionError, OrderError
 from ..core.step import Step
 from ..core.weight import is_number
 from ..core.window import AccumulationSteps, positive, steps_at
-from . import checks, gradients
+from . import checks, gradients, users
 from .checks import WEIGHT
 from .gradients import Gradient
 from .sums import OTHER_VARIABLES, Sums
@@ -26,6 +26,7 @@ class OpenWindow(tf.Module):
         self.reduction = update.reduction
         self.accumulation_steps = accumulation_steps
         self._sums: Sums | None = None
+        self._changes: Any = None
         with self.strategy.scope():
             self._told = tf.Variable(tf.zeros([5], WEIGHT), trainable=False, name="told")
 
@@ -86,6 +87,7 @@ class OpenWindow(tf.Module):
             return None
         if not self.num_micro_batches():
             return None
+        self._check_unchanged()
         self._close_told()
         return self.last_step
 
@@ -120,8 +122,25 @@ class OpenWindow(tf.Module):
 
     def _count(self, steps: tf.Tensor) -> None:
         """Across replicas: what each of them added is one micro-batch."""
-        self.sums.counted()
+        self._check_unchanged()
+        self.sums.counted(self.update.optimizer.num_steps())
         tf.cond(self.sums.count >= steps, self._close_told, lambda: None)
+
+    def _check_unchanged(self) -> None:
+        """Across replicas, in eager code: drops a window whose variables somebody else has changed since it began."""
+        if not tf.executing_eagerly():
+            return
+        now = users.num_changes(self.update.variables_now())
+        count = self.num_micro_batches()
+        if not count or self._changes is None:
+            self._changes = now
+        opened_at = int(self.sums.opened_at.numpy())
+        if count and (self._changes != now or opened_at not in (-1, int(self.update.optimizer.num_steps()))):
+            self.clear()
+            raise OrderError(
+                f"the variables were changed by another step in the middle of a window of {count} micro-batches, whose "
+                "gradient would be that of two models, so the window was dropped: flush() before anything else steps"
+            )
 
     def _steps_now(self) -> tf.Tensor:
         """How many micro-batches the window has."""
@@ -169,3 +188,5 @@ class OpenWindow(tf.Module):
         """Across replicas: leaves nothing of the window."""
         self.strategy.run(self.sums.clear)
         self.sums.cleared()
+        if tf.executing_eagerly():
+            self._changes = None

@@ -34,6 +34,11 @@ class Optimizer:
         """TF1's optimizers are for eager code: they make their slots when they first step."""
         return self.kind != "v1"
 
+    def num_steps(self) -> Any:
+        """How often it stepped, whoever asked it to; -1 if it does not count."""
+        found = as_tf_variable(getattr(self.optimizer, "iterations", None))
+        return tf.cast(-1 if found is None else found, tf.int64)
+
     @property
     def is_scaling(self) -> bool:
         """Whether it adapts a scale of the loss, and skips a step that is not finite by itself."""

@@ -13,6 +13,7 @@ OnNonFinite = Literal["skip", "raise", "stop"]
 IN_A_ROW = "bigbatch: too many steps in a row were skipped, since their gradients are not finite"
 REMEDY = "look at the data of that step, lower the learning rate, or clip"
 THE_LOSS = -1
+APPLIED, SKIPPED, WITHOUT_WEIGHT = 0, 1, 2
 
 
 class Record(NamedTuple):
@@ -21,8 +22,8 @@ class Record(NamedTuple):
     num_in_a_row: int
     first_step: int
     first_variable: int
-    is_skipped: int
-    """Whether the last step was."""
+    last: int
+    """What became of the last step: APPLIED, SKIPPED or WITHOUT_WEIGHT."""
     step: int
     variable: int
 
@@ -51,13 +52,13 @@ class Outcome(tf.Module):
 
     def had_no_weight(self) -> None:
         """A step that counts nothing neither adds to those that were skipped nor ends their row."""
-        self.record.assign(self.record * [1, 1, 1, 0, 0, 0])
+        self.record.assign(self.record * [1, 1, 1, 0, 0, 0] + [0, 0, 0, WITHOUT_WEIGHT, 0, 0])
 
     def went_wrong(self, step: tf.Tensor, variable: tf.Tensor) -> None:
         num, first_step, first_variable, *_ = tf.unstack(tf.identity(self.record))
         step, is_first = tf.cast(step, tf.int32), num == 0
         first = tf.where(is_first, step, first_step), tf.where(is_first, variable, first_variable)
-        self.record.assign(tf.stack([num + 1, *first, 1, step, variable]))
+        self.record.assign(tf.stack([num + 1, *first, SKIPPED, step, variable]))
 
     def check_graph(self) -> None:
         """Refuses what cannot be done in a graph of the user's, where nothing can be raised."""
@@ -84,14 +85,14 @@ class Outcome(tf.Module):
                 "training was stopped by a gradient that is not finite: set accumulator.is_stopped = False to go on"
             )
 
-    def tell(self, found: tf.Tensor, variables: Sequence[Any], is_scaling: bool) -> None:
-        """Raises or stops as the user wants it, after a step that left this record.
+    def tell(self, found: tf.Tensor, variables: Sequence[Any], is_scaling: bool) -> bool:
+        """Raises or stops as the user wants it, after a step that left this record; whether the step was applied.
 
         To an optimizer that scales the loss an overflow now and then is how it finds its scale.
         """
         record = Record(*map(int, found.numpy()))
-        if not record.is_skipped:
-            return
+        if record.last != SKIPPED:
+            return record.last == APPLIED
         if self.on_nonfinite == "raise" and not is_scaling:
             self.went_well()
             what = told(record.variable, variables)
@@ -106,6 +107,7 @@ class Outcome(tf.Module):
                 f"{record.num_in_a_row} steps in a row were skipped since their gradients are not finite, the first in "
                 f"step {record.first_step}, where {what} was first not finite: {REMEDY}, or pass max_skipped=None"
             )
+        return False
 
 
 def told(number: int, variables: Sequence[Any]) -> str:

@@ -33,6 +33,8 @@ class Sums(tf.Module):
             self.weight = self._sum([], WEIGHT)
             self.losses = self._sum([num_terms], WEIGHT)
             self.count = tf.Variable(0, trainable=False, name="count")
+            self.opened_at = tf.Variable(-1, trainable=False, dtype=tf.int64, name="opened_at")
+            """How often the optimizer had stepped when the window was opened."""
             self.has_gradient = tf.Variable(tf.zeros([len(variables)], tf.bool), trainable=False, name="has_gradient")
         self._added: set[int] = set()
         self._in_graphs: set[int] = set()
@@ -60,8 +62,10 @@ class Sums(tf.Module):
         self.weight.assign_add(weight)
         self.losses.assign_add(losses)
 
-    def counted(self) -> None:
-        """Across replicas: what was added on each is one micro-batch."""
+    def counted(self, num_steps: tf.Tensor | None = None) -> None:
+        """Across replicas: what was added on each is one micro-batch, when the optimizer had stepped so often."""
+        if num_steps is not None:
+            self.opened_at.assign(tf.where(self.count == 0, num_steps, self.opened_at))
         self.has_gradient.assign(self.has_gradient | [k in self._added for k in range(len(self.gradients))])
         self.count.assign_add(1)
         if not tf.executing_eagerly():

@@ -1,6 +1,7 @@
 """What ends a window: the gradient of the whole batch is checked, clipped and applied, once."""
 
 import sys
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -8,7 +9,7 @@ import tensorflow as tf
 from ..core.errors import LossError
 from ..core.step import Step
 from ..core.weight import Reduction, from_terms
-from . import checks, gradients, replicas
+from . import checks, gradients, replicas, users
 from .checks import WEIGHT
 from .gradients import Gradient
 from .optimizer import Optimizer
@@ -57,6 +58,11 @@ class Update(tf.Module):
     def variables_now(self) -> list[Any]:
         """What is trained now, as TensorFlow's variables."""
         return [replicas.as_tf_variable(v) for v in self.model.trainable_variables]
+
+    def alone(self, replica: int | None = None) -> AbstractContextManager[None]:
+        """Keeps other threads and accumulators away from the model, on one replica or on all of them."""
+        every = range(self.strategy.num_replicas_in_sync)
+        return users.alone([self.model, *self.variables_now()], every if replica is None else [replica])
 
     def finished(self, found: list[Gradient], total: tf.Tensor) -> tuple[Any, ...]:
         """On a replica: the gradient of the whole batch, checked and clipped; the same on all of them."""
@@ -125,7 +131,8 @@ class Update(tf.Module):
 
     def check(self, found: Any) -> None:
         """In eager code: looks at what `applied` returned, and raises or stops if the user wants it."""
-        self.outcome.tell(found[-1], self.model.trainable_variables, self.optimizer.is_scaling)
+        if self.outcome.tell(found[-1], self.model.trainable_variables, self.optimizer.is_scaling):
+            users.changed(self.variables_now())
 
     def told(self, found: Any, micro_batch_size: int | None = None) -> Step:
         """What `applied` returned, for the user."""

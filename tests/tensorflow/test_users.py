@@ -1,0 +1,208 @@
+"""Two users at once: the second is refused, the first is exact; a window of two models is never applied."""
+
+import os
+import threading
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from bigbatch import OrderError, Window
+from bigbatch.tensorflow import Accumulator, users
+from tests.tensorflow.test_accumulator import (
+    add,
+    assert_exact_step,
+    assert_same,
+    assert_untouched,
+    full_batch_step,
+    gradients,
+    loss,
+    make,
+    make_batch,
+    make_model,
+    parts,
+    snapshot,
+)
+from tests.tensorflow.training import mirrored
+
+pytestmark = pytest.mark.usefixtures("float64")
+BUSY = "another thread, or another accumulator, is in the middle of a step"
+CHANGED = r"changed by another step in the middle of a window of 1 micro-batches, .* was dropped: flush\(\) before"
+
+
+class Slow:
+    """A loss that says when it has begun, and waits to be let go on."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        def wait(x: Any) -> Any:
+            self.has_begun.set()
+            assert self.may_go_on.wait(30)
+            return x
+
+        held = tf.numpy_function(wait, [batch[0]], tf.float64)
+        return loss(model, (tf.ensure_shape(held, batch[0].shape), batch[1]))
+
+
+@pytest.mark.parametrize("second", ["step", "window", "add", "flush", "another accumulator"])
+def test_a_second_thread_is_refused_at_once_and_the_first_is_exact(second: str) -> None:
+    slow = Slow()
+    accumulator = make(4, loss=slow, accumulation_steps=3)
+    made: list[Any] = []
+    first = threading.Thread(target=lambda: made.append(accumulator.step(make_batch())))
+    first.start()
+    assert slow.has_begun.wait(30)
+    other = Accumulator(accumulator.model, keras.optimizers.SGD(5.0), loss, 4)
+    calls = {
+        "step": lambda: accumulator.step(make_batch()),
+        "window": lambda: accumulator.step(Window(parts(make_batch()))),
+        "add": lambda: accumulator.add([tf.zeros(v.shape, tf.float64) for v in accumulator.model.variables], weight=9),
+        "flush": accumulator.flush,
+        "another accumulator": lambda: other.step(make_batch()),
+    }
+    try:
+        with pytest.raises(OrderError, match=BUSY):
+            calls[second]()
+    finally:
+        slow.may_go_on.set()
+        first.join(30)
+    assert made[0].is_applied
+    assert_same(accumulator.model, full_batch_step(make_model(), keras.optimizers.SGD(0.1)))
+    assert accumulator.flush() is None
+    assert_exact_step(accumulator)
+
+
+def test_models_that_share_nothing_do_not_mind_each_other() -> None:
+    slow = Slow()
+    accumulator, other = make(4, loss=slow), make(4)
+    first = threading.Thread(target=lambda: accumulator.step(make_batch()))
+    first.start()
+    assert slow.has_begun.wait(30)
+    assert other.step(make_batch()).is_applied
+    slow.may_go_on.set()
+    first.join(30)
+    assert_same(accumulator.model, other.model)
+
+
+def test_an_error_leaves_nobody_locked_out() -> None:
+    accumulator = make(4, loss=lambda model, batch: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        accumulator.step(make_batch())
+    assert_exact_step(accumulator)
+
+
+@pytest.mark.parametrize("next_call", ["add", "flush"])
+@pytest.mark.parametrize("changed_by", ["step", "window", "add", "the optimizer", "fit"])
+def test_a_window_whose_variables_another_changed_is_dropped(changed_by: str, next_call: str) -> None:
+    accumulator = make(None, accumulation_steps=3)
+    model, optimizer = accumulator.model, accumulator.optimizer
+    other = Accumulator(model, keras.optimizers.SGD(0.5), loss, 4, accumulation_steps=1)
+    add(accumulator, parts(make_batch())[0])
+    if changed_by == "step":
+        other.step(make_batch())
+    elif changed_by == "window":
+        other.step(Window(parts(make_batch())))
+    elif changed_by == "add":
+        add(other, make_batch())
+    elif changed_by == "the optimizer":
+        full_batch_step(model, optimizer)
+    else:
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.fit(*make_batch(), verbose=0)
+    before = snapshot(accumulator)
+    with pytest.raises(OrderError, match=CHANGED):
+        add(accumulator, parts(make_batch())[1]) if next_call == "add" else accumulator.flush()
+    assert_untouched(accumulator, before)
+    assert accumulator.flush() is None
+    assert_exact_step(accumulator)
+
+
+def test_a_step_that_was_skipped_changed_nothing() -> None:
+    accumulator = make(None, accumulation_steps=3)
+    other = Accumulator(accumulator.model, keras.optimizers.SGD(0.5), loss, 4, weight=lambda _: tf.zeros([]))
+    pieces = parts(make_batch())
+    add(accumulator, pieces[0])
+    other.step((make_batch()[0] * np.nan, make_batch()[1]))
+    other.step(make_batch())
+    for piece in pieces[1:]:
+        add(accumulator, piece)
+    assert_same(accumulator.model, full_batch_step(make_model(), keras.optimizers.SGD(0.1)))
+
+
+def test_two_that_take_turns_are_both_exact() -> None:
+    model, optimizer = make_model(), keras.optimizers.SGD(0.1)
+    ours, theirs = (Accumulator(model, optimizer, loss, 4, accumulation_steps=3) for _ in range(2))
+    full, full_optimizer = make_model(), keras.optimizers.SGD(0.1)
+    for accumulator in (ours, theirs, ours, theirs):
+        for piece in parts(make_batch()):
+            add(accumulator, piece)
+        accumulator.step(make_batch())
+        for _ in range(2):
+            full_batch_step(full, full_optimizer)
+    assert_same(model, full)
+
+
+def test_a_window_that_was_restored_in_this_process_goes_on(tmp_path: Any) -> None:
+    accumulator = make(None, accumulation_steps=3)
+    checkpoint = tf.train.Checkpoint(accumulator=accumulator, model=accumulator.model, optimizer=accumulator.optimizer)
+    pieces = parts(make_batch())
+    add(accumulator, pieces[0])
+    path = checkpoint.write(str(tmp_path / "state"))
+    for piece in (*pieces[1:], pieces[0]):  # a step, and the first of the next window
+        add(accumulator, piece)
+    checkpoint.read(path).assert_consumed()
+    for piece in pieces[1:]:
+        add(accumulator, piece)
+    assert_same(accumulator.model, full_batch_step(make_model(), keras.optimizers.SGD(0.1)))
+
+
+def test_on_several_replicas() -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        accumulator = make(None, accumulation_steps=2)
+        other = Accumulator(accumulator.model, keras.optimizers.SGD(0.5), loss, 4)
+
+    def on_replica() -> None:
+        value, found = gradients(accumulator.model, make_batch())
+        accumulator.add(found, weight=11, loss=value)
+
+    strategy.run(on_replica)
+    other.step(make_batch())
+    with pytest.raises(OrderError, match=CHANGED):
+        strategy.run(on_replica)
+    assert accumulator.flush() is None
+    for _ in range(2):
+        strategy.run(on_replica)
+    assert accumulator.last_step.is_applied
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 knows that there are threads
+def test_in_the_child_of_a_fork_nobody_is_busy() -> None:
+    """The registry alone: TensorFlow itself does not survive a fork."""
+    variable = make_model()
+    with users.alone([variable], [0]):
+        with pytest.raises(OrderError, match=BUSY), users.alone([variable], [0]):
+            pass
+        users._guard.acquire()  # as if another thread were just looking
+        child = os.fork()
+        if child == 0:
+            try:
+                with users.alone([variable], [0]):
+                    os._exit(7)
+            finally:
+                os._exit(1)
+        users._guard.release()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_what_is_known_of_a_variable_is_gone_with_it() -> None:
+    variable = tf.Variable(1.0)
+    users.changed([variable])
+    key = id(variable)
+    assert key in users._uses
+    del variable
+    assert key not in users._uses
