@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import JAXSparse
 
-from ..core.errors import BatchError, OptionError
+from ..core.errors import BatchError, OptionError, WeightError
+from ..core.weight import as_plain, check_weight, is_number
 
 Role = Literal["rows", "key", "whole", "static"]
 
@@ -192,6 +193,27 @@ def name_of(path: Any) -> str:
 
 def num_rows(arrays: Arrays) -> int:
     return int(arrays.rows[0].shape[0])
+
+
+def checked_weight(weight: Any, dtype: Any) -> Any:
+    """One number for a micro-batch, or for one term of its loss; an array is added up.
+
+    Not a number where it is bad and cannot be read, as in `jit`: what comes of it is not finite then, and not wrong.
+    """
+    if is_number(weight):
+        return check_weight((as_plain(weight),), of="a micro-batch")[0]
+    if not isinstance(weight, jax.Array | np.ndarray) or not is_real(weight.dtype):
+        kind = f"array of {weight.dtype}" if hasattr(weight, "dtype") else type(weight).__name__
+        raise WeightError(
+            f"the weight is a {kind}: return a number, an array of numbers, or a tuple, one for each term"
+        )
+    if isinstance(weight, np.ndarray):
+        check_weight(tuple(weight.ravel().tolist()), of="a micro-batch")
+    return jnp.where(jnp.all(jnp.asarray(weight) >= 0), jnp.sum(weight, dtype=dtype), jnp.nan)
+
+
+def is_real(dtype: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
 
 
 def is_traced(tree: Any) -> bool:

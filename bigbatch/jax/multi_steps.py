@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..core.errors import GradientError, LossError, OptionError, WeightError
+from ..core.errors import GradientError, LossError, OptionError, StateError, WeightError
 from ..core.weight import Reduction, check_reduction, check_weight, is_number
 from ..core.window import positive
-from .arguments import is_traced
+from .arguments import is_real, is_traced
 
 NonFinite = Literal["window", "micro_batch", "keep"]
 Steps = int | Callable[[jax.Array], Any]
@@ -92,6 +92,8 @@ def multi_steps(
         raise OptionError(f'non_finite={non_finite!r} is unknown: pass "window", "micro_batch" or "keep"')
     if not callable(accumulation_steps):
         accumulation_steps = positive("accumulation_steps", accumulation_steps)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise OptionError(f"the optimizer is a {type(optimizer).__name__}: pass one of optax, such as optax.adam(1e-3)")
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> MultiStepsState:
@@ -110,6 +112,8 @@ def multi_steps(
     def update(
         grads: Any, state: MultiStepsState, params: Any = None, *, weight: Any = None, **extra: Any
     ) -> tuple[Any, MultiStepsState]:
+        if not isinstance(state, MultiStepsState):
+            raise StateError(f"the state is a {type(state).__name__}: pass the one that init() or update() returned")
         _check_gradients(grads, state.sums)
         given = _weight_of(weight, reduction)
         function = traced if is_traced((grads, state, params, extra)) or not _are_numbers(extra) else compiled
@@ -237,6 +241,8 @@ def _weight_of(weight: Any, reduction: Reduction) -> jax.Array:
     if isinstance(weight, np.ndarray):
         check_weight(tuple(weight.ravel().tolist()), of="this micro-batch")
     if isinstance(weight, jax.Array | np.ndarray):
+        if not is_real(weight.dtype):
+            raise WeightError(f"the weight is an array of {weight.dtype}: pass a number of at least 0")
         weights = jnp.asarray(weight, float)
         return jnp.where(jnp.all(jnp.isfinite(weights) & (weights >= 0)), jnp.sum(weights), jnp.nan)
     (number,) = check_weight((1 if weight is None else weight,), of="this micro-batch")

@@ -75,6 +75,9 @@ def value_and_grad(
     """
     micro_batch_size = positive("micro_batch_size", micro_batch_size)
     check_reduction(reduction)
+    for name, function in (("loss", loss), ("weight", weight)):
+        if function is not None and not callable(function):
+            raise OptionError(f"{name} is {function!r}: pass a function")
     if rng not in ("per_micro_batch", "per_sample", None):
         raise OptionError(f'rng={rng!r} is unknown: pass "per_micro_batch", "per_sample" or None')
     window = Window(loss, micro_batch_size, weight, has_aux, reduction, Asked.of(aux), rng, accumulate_dtype)
@@ -147,6 +150,11 @@ def check_parameters(parameters: Any) -> None:
             raise OptionError(
                 f"the parameters hold a {type(leaf).__name__}, by which nobody can differentiate: leave out what is no "
                 "floating-point array, as eqx.partition and nnx.split do"
+            )
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise OptionError(
+                f"the parameters hold an array of {jnp.result_type(leaf)}, by which nobody can differentiate: leave it "
+                "out, or pass it by keyword"
             )
 
 

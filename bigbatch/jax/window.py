@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core.errors import LossError, WeightError
-from ..core.weight import Reduction, as_plain, as_terms, check_terms, check_weight, is_number
-from .arguments import Arrays, Form, num_rows
+from ..core.errors import LossError
+from ..core.weight import Reduction, as_terms, check_terms, is_number
+from .arguments import Arrays, Form, checked_weight, num_rows
 from .keys import Rng, for_micro_batch
 from .mesh import Axes, Shard, vary, varying
 from .outputs import Asked, Combine, combine
@@ -108,6 +108,8 @@ class Run:
         micro_batch = self.micro_batch(0, self.size)
         self.terms_like, self.aux_like = jax.eval_shape(self.loss, parameters, micro_batch)
         terms = self.terms_like
+        if not terms:
+            raise LossError("the loss returned 0 terms: return a mean over the micro-batch, or a tuple of them")
         for term in terms:
             if not hasattr(term, "shape") or term.shape or not jnp.issubdtype(term.dtype, jnp.floating):
                 raise LossError(
@@ -197,11 +199,8 @@ class Run:
         if self.window.weight is None:
             return ()
         found = as_terms(self.window.weight(*self.form.batch(micro_batch)))
-        if isinstance(found[0], list):
-            raise WeightError("weight returned a list: return a number, an array, or a tuple with one for each term")
         check_terms(self.num_terms, len(found))
-        check_weight(tuple(as_plain(w) for w in found if is_number(w)), of="a micro-batch")
-        return tuple(as_plain(w) if is_number(w) else jnp.sum(w, dtype=self.dtype) for w in found)
+        return tuple(checked_weight(w, self.dtype) for w in found)
 
     def gradient(self, parameters: Any, micro_batch: Arrays, scales: list[Any]) -> tuple[Any, Any, Any]:
         """The terms, aux, and the gradient of the sum of the scaled terms."""

@@ -1,0 +1,88 @@
+"""Bad input, inside of jit and outside: one sentence, or what is not finite where nothing can be read; never wrong."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from bigbatch import BatchError, LossError, OptionError, StateError, WeightError
+from bigbatch.jax import multi_steps, value_and_grad
+
+draw = np.random.default_rng(0)
+BATCH = (draw.normal(size=(11, 5)), draw.normal(size=11))
+
+
+def make_params() -> dict[str, Any]:
+    return {"w": jnp.ones(5), "b": jnp.zeros(())}
+
+
+def loss(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean((batch[0] @ params["w"] + params["b"] - batch[1]) ** 2)
+
+
+def call(compiled: bool, loss: Any = loss, batch: Any = BATCH, params: Any = None, **options: Any) -> Any:
+    function = value_and_grad(loss, 4, **options)
+    return (jax.jit(function) if compiled else function)(make_params() if params is None else params, batch)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batch": (BATCH[0][:0], BATCH[1][:0])}, BatchError, "has 0 samples"),
+        ({"batch": (BATCH[0], BATCH[1][:5])}, BatchError, "has 11 samples but .* has 5"),
+        ({"weight": lambda b: None}, WeightError, "is a NoneType"),
+        ({"weight": lambda b: "4"}, WeightError, "is a str"),
+        ({"weight": lambda b: [1, 2]}, WeightError, "is a list"),
+        ({"weight": lambda b: ()}, LossError, "1 term but the weight has 0"),
+        ({"weight": lambda b: jnp.array(1j)}, WeightError, "array of complex"),
+        ({"weight": lambda b: np.array([3.0, -1.0])}, WeightError, "is -1.0"),
+        ({"weight": lambda b: -1}, WeightError, "is -1"),
+        ({"loss": lambda p, b: ()}, LossError, "0 terms"),
+        ({"params": {"w": jnp.ones(5, int), "b": jnp.zeros(())}}, OptionError, "an array of int"),
+    ],
+)
+def test_one_sentence(options: dict[str, Any], error: type[Exception], message: str, compiled: bool) -> None:
+    with pytest.raises(error, match=message) as caught:
+        call(compiled, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "weight",
+    [
+        lambda b: jnp.array(-1.0),
+        lambda b: jnp.where(b[1] > 1, -0.5, 1.0),
+        lambda b: jnp.where(b[1] > 1, jnp.nan, 1.0),
+        lambda b: jnp.where(b[1] > 1, jnp.inf, 1.0),
+    ],
+)
+def test_a_bad_weight_that_nobody_can_read_gives_nothing_finite(weight: Any, compiled: bool) -> None:
+    """Divided by a negative total, negative weights would look like good ones."""
+    assert any(BATCH[1] > 1)
+    value, gradient = call(compiled, weight=weight)
+    assert not np.isfinite(value)
+    assert not any(np.isfinite(leaf).any() for leaf in jax.tree.leaves(gradient))
+    guarded = optax.apply_if_finite(optax.sgd(0.1), max_consecutive_errors=3)
+    updates, _ = guarded.update(gradient, guarded.init(make_params()), make_params())
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize("name", ["loss", "weight"])
+def test_what_is_no_function(name: str) -> None:
+    with pytest.raises(OptionError, match=f"{name} is 3: pass a function"):
+        value_and_grad(**{"loss": loss, name: 3})
+
+
+def test_multi_steps() -> None:
+    with pytest.raises(OptionError, match="the optimizer is a NoneType"):
+        multi_steps(None, 3)
+    optimizer, params = multi_steps(optax.sgd(0.1), 3), make_params()
+    with pytest.raises(StateError, match="the state is a tuple"):
+        optimizer.update(params, optax.sgd(0.1).init(params), params, weight=3)
+    with pytest.raises(WeightError, match="array of complex"):
+        jax.jit(lambda w: optimizer.update(params, optimizer.init(params), params, weight=w))(1j)
