@@ -152,6 +152,10 @@ def train(
     schedule: Annotated[str | None, typer.Option(help="constant, cosine or linear, over the whole run.")] = None,
     clip_norm: Annotated[float | None, typer.Option(help="The largest norm of a batch's gradient.")] = None,
     precision: Annotated[str | None, typer.Option(help="float32, bf16 or fp16.")] = None,
+    on_nonfinite: Annotated[
+        str | None, typer.Option(help="skip, raise or stop: what a gradient that is not finite does.")
+    ] = None,
+    checkpoint_every: Annotated[str | None, typer.Option(help="Steps, such as 100, or a time, such as 10min.")] = None,
     framework: Framework = None,
     seed: Seed = None,
     device: Device = None,
@@ -177,8 +181,9 @@ def train(
     flags = {
         "batch_size": batch_size, "micro_batch_size": whole(micro_batch_size), "epochs": epochs, "steps": steps,
         "lr": lr, "lr_scaling": lr_scaling, "base_batch_size": base_batch_size, "warmup_steps": warmup_steps,
-        "schedule": schedule, "clip_norm": clip_norm, "precision": precision, "seed": seed, "device": device,
-        "compare": compare, "tensorboard": tensorboard,
+        "schedule": schedule, "clip_norm": clip_norm, "precision": precision, "on_nonfinite": on_nonfinite,
+        "checkpoint_every": checkpoint_every, "seed": seed, "device": device, "compare": compare,
+        "tensorboard": tensorboard,
     }  # fmt: skip
     source = resume / CONFIG if resume is not None else config
     file = configs.read_toml(source) if source is not None else {}
@@ -191,13 +196,15 @@ def train(
     folder = resume or out or Path("runs") / f"{found.name}-{datetime.now():%Y%m%d-%H%M%S}"
     ranks = ranks_of(found)
     screen = Screen(is_quiet=quiet or as_json or not ranks.is_first)
-    summary = run_training(found, chosen, folder, screen, ranks, is_resumed=resume is not None)
+    summary, code = run_training(found, chosen, folder, screen, ranks, is_resumed=resume is not None)
     if summary is None:
         return None
     screen.table(summary, str(folder))
+    if summary["status"] != "finished":
+        screen.note(f"{summary['status']}: to go on, bigbatch train {task} --resume {folder}")
     if as_json:
         print(json.dumps(to_json({**summary, "folder": str(folder)}), allow_nan=False))
-    return errors.INTERRUPTED if summary["status"] == "interrupted" else None
+    return code
 
 
 @app.command()

@@ -59,7 +59,7 @@ def run_full_batch(config: Config, num_steps: int, folder: RunFolder, screen: Sc
     """Trains with the full batch as one micro-batch; returns why not, if it could not."""
     told = dataclasses.replace(config, micro_batch_size=config.batch_size, compare=False, tensorboard=False)
     folder.path.mkdir(exist_ok=True)
-    (folder.path / HISTORY).unlink(missing_ok=True)
+    folder.clear()
     wanted = folder.path / "wanted.toml"
     wanted.write_text(told.as_toml(), encoding="utf-8")
     log = folder.path / "log.txt"

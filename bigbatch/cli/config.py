@@ -9,6 +9,7 @@ from typing import Any
 
 import tomli_w
 
+from ..core.checkpoint import Every
 from ..core.errors import OptionError
 from ..core.window import positive
 from .task import FRAMEWORKS, Task
@@ -18,6 +19,7 @@ CHOICES = {
     "lr_scaling": ("none", "linear", "sqrt"),
     "schedule": ("constant", "cosine", "linear"),
     "precision": ("float32", "bf16", "fp16"),
+    "on_nonfinite": ("skip", "raise", "stop"),
 }
 
 
@@ -38,6 +40,8 @@ class Config:
     schedule: str = "constant"
     clip_norm: float | None = None
     precision: str = "float32"
+    on_nonfinite: str = "skip"
+    checkpoint_every: str | int | None = "10min"
     seed: int = 0
     device: str | None = None
     compare: bool = True
@@ -135,6 +139,10 @@ def checked(config: Config) -> Config:
             raise OptionError(f"{name} must be true or false, not {getattr(config, name)!r}")
     if config.device is not None and not isinstance(config.device, str):
         raise OptionError(f"--device must be a name such as cpu or cuda, not {config.device!r}")
+    try:
+        Every(config.checkpoint_every)
+    except OptionError as error:
+        raise OptionError(f"--checkpoint-every {config.checkpoint_every}: {error}") from error
     if config.micro_batch_size > config.batch_size:
         raise OptionError(
             f"--micro-batch-size {config.micro_batch_size} is larger than --batch-size {config.batch_size}: "

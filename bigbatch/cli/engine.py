@@ -2,13 +2,13 @@
 
 import random
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..core.errors import MissingExtraError
+from ..core.errors import MissingExtraError, OptionError
 from ..core.step import Step
+from ..core.tree import Array, as_array
 from ..core.verification import Verification
 from .config import Config
 from .errors import TaskError
@@ -42,12 +42,43 @@ class Engine(Protocol):
     def peak_bytes(self) -> int | None:
         """What training added to the memory in use, at its peak."""
 
-    def save(self, folder: Path) -> None:
-        """All that is needed to go on, in files."""
+    def to_array(self, value: Any) -> Array | None:
+        """An array of the framework, on the host; None of what is none."""
 
-    def load(self, folder: Path) -> None: ...
+    def from_array(self, array: Array) -> Any:
+        """The array as `load` wants it."""
+
+    def state(self) -> Any:
+        """All that is needed to go on, but for random numbers that everybody draws from."""
+
+    def load(self, state: Any) -> None:
+        """Takes up what `state` gave; refuses what does not fit before anything is changed."""
+
+    def interrupt(self) -> None:
+        """Ends the step that is under way, by `Interrupted`, where it can be gone on with in the middle."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the last step was the last, as --on-nonfinite stop wants it."""
 
     def verify(self, batch: Any) -> Verification: ...
+
+
+class PlainEngine:
+    """What is the same where arrays are NumPy's, and a step is one compiled call."""
+
+    def to_array(self, value: Any) -> Array | None:
+        return as_array(value)
+
+    def from_array(self, array: Array) -> np.ndarray:
+        return array.numpy()
+
+    def interrupt(self) -> None:
+        pass
+
+    @property
+    def is_stopped(self) -> bool:
+        return False
 
 
 def make_engine(task: Task, config: Config, ranks: Ranks = ALONE) -> Engine:
@@ -76,6 +107,20 @@ def make_engine(task: Task, config: Config, ranks: Ranks = ALONE) -> Engine:
         if error.name not in (task.framework, "optax"):
             raise
         raise MissingExtraError(f'{task.name} needs {error.name}: pip install "bigbatch[{task.framework}]"') from error
+
+
+def on_nonfinite(config: Config) -> dict[str, Any]:
+    """The option of an accumulator, if it is another than its own."""
+    return {} if config.on_nonfinite == "skip" else {"on_nonfinite": config.on_nonfinite}
+
+
+def refuse_nonfinite(task: Task, config: Config) -> None:
+    """For frameworks where such a step is left out, and no more."""
+    if config.on_nonfinite != "skip":
+        raise OptionError(
+            f"--on-nonfinite {config.on_nonfinite} is for torch and tensorflow, and {task.name} is a task of "
+            f"{task.framework}, where such a step is skipped: leave it out"
+        )
 
 
 def scores_of(task: Task, model: Any) -> dict[str, float]:

@@ -6,8 +6,14 @@ NOT_EXACT = 1
 BAD_INPUT = 2
 TASK_RAISED = 3
 NOT_WRITTEN = 4
+STOPPED = 5
 INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 CLOSED_PIPE = 141  # 128 + SIGPIPE
+
+
+def code_of_signal(number: int) -> int:
+    """As shells have it."""
+    return 128 + number
 
 
 class TaskError(BigBatchError, ValueError):

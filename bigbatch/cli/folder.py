@@ -2,35 +2,38 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 from safetensors.numpy import load_file, save
 
+from ..core.checkpoint import Store
 from ..core.errors import OptionError, StateError
 from ..core.files import write_whole
 from ..core.step import from_json, to_json
 from .config import Config
 
-CONFIG, HISTORY, SUMMARY, MODEL, REPORT = (
-    "config.toml", "history.jsonl", "summary.json", "model.safetensors", "report.html",
+CONFIG, HISTORY, TIMES, SUMMARY, MODEL, REPORT = (
+    "config.toml", "history.jsonl", "times.jsonl", "summary.json", "model.safetensors", "report.html",
 )  # fmt: skip
-FULL_BATCH, STATE = "full_batch", "state"
+FULL_BATCH, CHECKPOINTS = "full_batch", "checkpoints"
+STATE_BEFORE = "state"
+"""Where versions before 0.2 kept what a run needs to go on."""
 
 
 class RunFolder:
-    """Where a run writes; each file is there whole or not at all, but for the history, which grows by lines."""
+    """Where a run writes; each file is there whole or not at all, but for those that grow by lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._history: TextIO | None = None
+        self._open: dict[str, TextIO] = {}
 
     @classmethod
     def create(cls, path: Path, *, is_continued: bool = False) -> "RunFolder":
         """Makes the folder; refuses one that holds another run."""
-        if not is_continued and (path / HISTORY).exists():
+        if not is_continued and any((path / name).exists() for name in (HISTORY, CHECKPOINTS)):
             raise OptionError(f"{path} holds a run already: pass another --out, or --resume {path} to go on with it")
         path.mkdir(parents=True, exist_ok=True)
         return cls(path)
@@ -45,37 +48,60 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         self.write(SUMMARY, json.dumps(to_json(summary), indent=2, allow_nan=False) + "\n")
 
-    def add_step(self, record: Mapping[str, Any]) -> None:
-        """One more line of the history, on the disk when this returns."""
-        if self._history is None:
-            self._history = (self.path / HISTORY).open("a", encoding="utf-8")
-        self._history.write(json.dumps(to_json(record), allow_nan=False) + "\n")
-        self._history.flush()
+    def add_step(self, record: Mapping[str, Any], seconds: float) -> None:
+        """One more line of the history, which says nothing of the time, and one of the times."""
+        self._add(HISTORY, record)
+        self._add(TIMES, {"step": record["step"], "seconds": seconds})
+
+    def _add(self, name: str, record: Mapping[str, Any]) -> None:
+        if name not in self._open:
+            self._open[name] = (self.path / name).open("a", encoding="utf-8")
+        self._open[name].write(json.dumps(to_json(record), allow_nan=False) + "\n")
+        self._open[name].flush()
 
     def close(self) -> None:
-        if self._history is not None:
-            self._history.close()
-            self._history = None
+        for file in self._open.values():
+            file.close()
+        self._open = {}
 
-    def keep_steps(self, num: int) -> None:
-        """Shortens the history to its first steps: those that a saved state has behind it."""
+    def history(self) -> bytes:
+        """What is in the history so far."""
         path = self.path / HISTORY
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        if len(lines) < num:
-            raise StateError(f"{path} has {len(lines)} steps but the saved state {num}: the run cannot go on")
-        self.write(HISTORY, "".join(lines[:num]))
+        return path.read_bytes() if path.exists() else b""
 
-    def save_state(self, write: Callable[[Path], None]) -> None:
-        """What `write` puts into a folder; each file takes the place of the one before when all are written."""
-        part, state = self.path / f"{STATE}.part", self.path / STATE
-        try:
-            part.mkdir(exist_ok=True)
-            write(part)
-            state.mkdir(exist_ok=True)
-            for file in part.iterdir():
-                file.replace(state / file.name)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+    def begin_with(self, history: bytes) -> None:
+        """The history as it was when the run was saved, whatever became of the file; and as many times."""
+        write_whole(self.path / HISTORY, history)
+        path = self.path / TIMES
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+        num = history.count(b"\n")
+        kept = lines[: min(num, len(lines) - 1)]  # after the last line comes nothing, or one that was cut off
+        missing = [json.dumps({"step": step, "seconds": None}).encode() for step in range(len(kept), num)]
+        write_whole(path, b"".join(line + b"\n" for line in (*kept, *missing)))
+
+    def store(self, to_array: Any, from_array: Any) -> Store:
+        """The checkpoints of the run."""
+        return Store(self.path / CHECKPOINTS, to_array=to_array, from_array=from_array)
+
+    def refuse_other_states(self) -> None:
+        """What cannot be gone on with; a run that was killed before its first checkpoint can."""
+        if (self.path / CHECKPOINTS).exists():
+            return
+        if (self.path / STATE_BEFORE).exists():
+            raise StateError(
+                f"{self.path} was left by an older version of bigbatch, whose {STATE_BEFORE}/ is not read any more: go "
+                "on with that version, or start anew without --resume"
+            )
+        if (self.path / SUMMARY).exists():
+            raise StateError(
+                f"{self.path} holds a run that ended but no {CHECKPOINTS}/ to go on from: start anew without --resume"
+            )
+
+    def clear(self) -> None:
+        """Removes what a run would refuse to start in."""
+        for name in (HISTORY, TIMES):
+            (self.path / name).unlink(missing_ok=True)
+        shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
 
     def write_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         write_whole(self.path / MODEL, save({name: np.ascontiguousarray(array) for name, array in weights.items()}))
@@ -100,11 +126,11 @@ class OthersFolder(RunFolder):
     def write(self, name: str, text: str) -> None:
         pass
 
-    def add_step(self, record: Mapping[str, Any]) -> None:
+    def add_step(self, record: Mapping[str, Any], seconds: float) -> None:
         pass
 
-    def keep_steps(self, num: int) -> None:
+    def begin_with(self, history: bytes) -> None:
         pass
 
-    def save_state(self, write: Callable[[Path], None]) -> None:
-        pass
+    def store(self, to_array: Any, from_array: Any) -> Store:
+        return Store(self.path / CHECKPOINTS, to_array=to_array, from_array=from_array, is_read_only=True)

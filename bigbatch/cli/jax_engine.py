@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,15 +19,15 @@ from ..core.window import cuts
 from ..jax import value_and_grad, verify
 from ..jax.arguments import Arrays, Form, num_rows, take_apart
 from .config import Config
-from .engine import EPSILON, scores_of
+from .engine import EPSILON, PlainEngine, refuse_nonfinite, scores_of
 from .errors import TaskError
-from .jax_state import named, read_state, write_state
+from .jax_state import arrays_of, named, tree_of
 from .task import Task, call_with, their_own_errors
 
 WEIGHT_DECAY = 0.01  # as torch's AdamW has it
 
 
-class JaxEngine:
+class JaxEngine(PlainEngine):
     """As engine.py wants it. Every floating-point array of the model is a parameter; what else is in it stays."""
 
     def __init__(self, task: Task, config: Config) -> None:
@@ -37,6 +36,7 @@ class JaxEngine:
                 f"--precision fp16 needs a scaled loss, which {task.name}, a task of jax, does not have: "
                 "pass --precision bf16"
             )
+        refuse_nonfinite(task, config)
         self.task, self.config = task, config
         self._device = device_of(config.device)
         self.device = "cpu" if self._device.platform == "cpu" else f"{self._device.platform}:{self._device.id}"
@@ -46,7 +46,7 @@ class JaxEngine:
         with self._at_work():
             model = call_with(task.model, {"seed": config.seed})
             self.parameters, self._rest = own_parameters(task, model)
-            self.state = copied(self._optimizer(self.parameters, self._lr).init(self.parameters))
+            self.state_of_optimizer = copied(self._optimizer(self.parameters, self._lr).init(self.parameters))
         options: dict[str, Any] = {"weight": task.weight, "has_aux": True, "aux": "sum"}
         self._value_and_grad = value_and_grad(self._counted_loss, config.micro_batch_size, **options)
         self._step = jax.jit(self._stepped, static_argnums=0, donate_argnums=(1, 2))
@@ -121,12 +121,12 @@ class JaxEngine:
 
     def step(self, batch: Any) -> Step:
         form, arrays = apart(batch)
-        given = self.parameters, self.state, arrays, self.num_steps, self._lr
+        given = self.parameters, self.state_of_optimizer, arrays, self.num_steps, self._lr
         shapes = form, *((array.shape, array.dtype) for array in jax.tree.leaves(arrays))
         with self._at_work():
             if shapes not in self._compiled:
                 self._compiled[shapes] = self._step.lower(form, *given).compile()
-            self.parameters, self.state, found = self._compiled[shapes](*given)
+            self.parameters, self.state_of_optimizer, found = self._compiled[shapes](*given)
         self.num_steps += 1
         size = self.config.micro_batch_size
 
@@ -168,16 +168,17 @@ class JaxEngine:
         peaks = [p.temp_size_in_bytes + p.output_size_in_bytes - p.alias_size_in_bytes for p in plans]
         return int(max(peaks)) if peaks else None
 
-    def save(self, folder: Path) -> None:
-        write_state(folder, self._all(), self.num_steps)
+    def state(self) -> dict[str, Any]:
+        return {"arrays": arrays_of(self._all()), "num_steps": self.num_steps}
 
-    def load(self, folder: Path) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         with jax.default_device(self._device):
-            found, self.num_steps = read_state(folder, like=self._all())
-        self.parameters, self.state = found["parameters"], found["optimizer"]
+            found = tree_of(state["arrays"], like=self._all())
+        self.parameters, self.state_of_optimizer = found["parameters"], found["optimizer"]
+        self.num_steps = state["num_steps"]
 
     def _all(self) -> dict[str, Any]:
-        return {"parameters": self.parameters, "optimizer": self.state}
+        return {"parameters": self.parameters, "optimizer": self.state_of_optimizer}
 
     def verify(self, batch: Any) -> Verification:
         size, weight = self.config.micro_batch_size, self.task.weight

@@ -1,48 +1,29 @@
-"""What a task of JAX needs to go on, in one file."""
+"""The arrays of a pytree by name, and back."""
 
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
-from ..core.errors import StateError
 from ..jax.arguments import is_typed_key
 from ..jax.trial import name_of
-
-STATE_FILE, NUM_STEPS = "state.safetensors", "num_steps"
-
-
-def write_state(folder: Path, tree: Any, num_steps: int) -> None:
-    arrays = {name: as_array(leaf) for name, leaf in by_path(tree).items()}
-    (folder / STATE_FILE).write_bytes(save(arrays, metadata={NUM_STEPS: str(num_steps)}))
+from .fitting import check_array, check_names
 
 
-def read_state(folder: Path, like: Any) -> tuple[Any, int]:
-    """The tree that was written, if it is like this one; and the number of steps."""
-    path = folder / STATE_FILE
-    try:
-        with safe_open(path, "numpy") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            num_steps = int(file.metadata()[NUM_STEPS])
-    except (SafetensorError, TypeError) as error:
-        raise StateError(f"{path} is no state of a run: {error}") from error
+def arrays_of(tree: Any) -> dict[str, np.ndarray]:
+    return {name: as_array(leaf) for name, leaf in by_path(tree).items()}
+
+
+def tree_of(arrays: Mapping[str, np.ndarray], like: Any) -> Any:
+    """The tree that the arrays are of, if it is like this one."""
     wanted = by_path(like)
-    if other := sorted(found.keys() ^ wanted.keys()):
-        where = "the saved state" if other[0] in found else "the task"
-        raise StateError(f"only {where} has {other[0]}: go on with the task as it was, or start anew without --resume")
+    check_names(wanted, arrays)
     for name, leaf in wanted.items():
-        ours, theirs = as_array(leaf), found[name]
-        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-            raise StateError(
-                f"{name} is {theirs.dtype}{list(theirs.shape)} in the saved state but {ours.dtype}{list(ours.shape)} "
-                "in the task: go on with the task as it was, or start anew without --resume"
-            )
-    leaves = [as_leaf(found[name], leaf) for name, leaf in wanted.items()]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves), num_steps
+        check_array(name, as_array(leaf), arrays[name])
+    leaves = [as_leaf(arrays[name], leaf) for name, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def as_array(leaf: Any) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -14,8 +13,9 @@ from ..core.verification import Verification, judge, relative_error
 from ..keras import accumulate
 from ..keras.checks import batch_norms
 from .config import Config
-from .engine import EPSILON, check_kind, scores_of
+from .engine import EPSILON, PlainEngine, check_kind, refuse_nonfinite, scores_of
 from .errors import TaskError
+from .keras_state import load_variables, state_of_variables
 from .memory import HostPeak
 from .task import Task, call_with, their_own_errors
 
@@ -23,13 +23,14 @@ POLICIES = {"float32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float
 TOLERANCE = 1e-4  # a step is taken in float32
 
 
-class KerasEngine:
+class KerasEngine(PlainEngine):
     """As engine.py wants it. A step is a step of `fit`."""
 
     def __init__(self, task: Task, config: Config) -> None:
         self.task = task
         if config.device not in (None, "cpu"):
             raise OptionError(f"--device {config.device} is for torch and tensorflow: Keras takes its backend's own")
+        refuse_nonfinite(task, config)
         self.device = f"{keras.backend.backend()}'s own"
         keras.utils.set_random_seed(config.seed)
         keras.config.set_dtype_policy(POLICIES[config.precision])
@@ -84,11 +85,11 @@ class KerasEngine:
     def peak_bytes(self) -> int | None:
         return self._peak.num_bytes()
 
-    def save(self, folder: Path) -> None:
-        save_variables(folder, self.model, self.model.optimizer)
+    def state(self) -> dict[str, Any]:
+        return state_of_variables(self.model, self.model.optimizer)
 
-    def load(self, folder: Path) -> None:
-        load_variables(folder, self.model, self.model.optimizer)
+    def load(self, state: dict[str, Any]) -> None:
+        load_variables(state, self.model, self.model.optimizer)
 
     def verify(self, batch: Any) -> Verification:
         """One step of SGD, whose update is the gradient, on two copies: the whole batch, and cut."""
@@ -141,16 +142,3 @@ def inner(optimizer: Any) -> Any:
 def weights_of(model: Any) -> dict[str, np.ndarray]:
     """By path; not the seeds of random layers."""
     return {getattr(v, "path", v.name): np.asarray(v) for v in getattr(model, "weights", model.variables)}
-
-
-def save_variables(folder: Path, model: Any, optimizer: Any) -> None:
-    variables = [*model.variables, *optimizer.variables]
-    np.savez(folder / "state.npz", *(np.asarray(v) for v in variables))
-
-
-def load_variables(folder: Path, model: Any, optimizer: Any) -> None:
-    if not optimizer.built:
-        optimizer.build(model.trainable_variables)
-    with np.load(folder / "state.npz", allow_pickle=False) as state:
-        for variable, name in zip([*model.variables, *optimizer.variables], state.files, strict=True):
-            variable.assign(state[name])

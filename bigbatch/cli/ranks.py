@@ -51,6 +51,9 @@ class Ranks:
         """Whether any rank wants it; refuses batches that are not the same on all of them."""
         return is_wanted
 
+    def check_place(self, num_steps: int) -> None:
+        """Refuses to go on if the ranks have not all found the same checkpoint."""
+
     def end(self) -> None:
         """Parts with the others when all went well."""
 

@@ -86,7 +86,7 @@ def _over(name: str, title: str, caption: str, x: str, y: str, series: Sequence[
     """A value of every step over its number or its time."""
     kept, curves, num_left_out = [], [], 0
     for one in series:
-        records = [record for record in one.run.records if record[y] is not None]
+        records = [record for record in one.run.records if record[x] is not None and record[y] is not None]
         curve = Curve(one.line, [record[x] for record in records], [record[y] for record in records])
         num_drawn = len(curve.points()[0])
         num_left_out += len(records) - num_drawn
@@ -200,11 +200,12 @@ def _throughput(runs: Sequence[Run], series: Sequence[Series]) -> Plot:
 
 
 def _rates(records: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
-    """Samples a second, over stretches of steps; a stretch in which no time passed is left out."""
+    """Samples a second, over stretches of steps; one in which no time passed, or nobody knows, is left out."""
     length = max(1, math.ceil((len(records) - 1) / NUM_STRETCHES))
     steps, rates = [], []
     for start, end in pairwise([*range(0, len(records), length)]):
-        seconds = records[end]["seconds"] - records[start]["seconds"]
+        first, last = records[start]["seconds"], records[end]["seconds"]
+        seconds = 0 if first is None or last is None else last - first
         if seconds > 0:
             steps.append(float(records[end]["step"]))
             rates.append(sum(record["num_samples"] for record in records[start + 1 : end + 1]) / seconds)

@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..core.errors import StateError
@@ -43,7 +44,7 @@ def read_run(folder: Path) -> Run:
         raise StateError(f"{folder / missing[0]} is missing, so the run did not get to its end: {REMEDY}")
     config = _read(folder / "config.toml", lambda text: tomllib.loads(text.decode()))
     summary = _read(folder / "summary.json", lambda text: _parsed(json.loads(text), SUMMARY))
-    records = _read(folder / "history.jsonl", _records)
+    records = _with_times(_read(folder / "history.jsonl", _records), folder / "times.jsonl")
     is_compared = summary["full_batch"] is not None and summary["full_batch"]["status"] == "finished"
     return Run(folder, config, summary, records, read_run(folder / "full_batch") if is_compared else None)
 
@@ -59,11 +60,17 @@ def _read(file: Path, parse: Callable[[bytes], Any]) -> Any:
 
 
 def _records(content: bytes) -> tuple[dict[str, Any], ...]:
+    return _lines(content, RECORD, TIME)
+
+
+def _lines(
+    content: bytes, fields: Mapping[str, Kind], optional: Mapping[str, Kind] = MappingProxyType({})
+) -> tuple[dict[str, Any], ...]:
     *lines, rest = content.split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(_parsed(json.loads(line), RECORD))
+            records.append(_parsed(json.loads(line), fields, optional))
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from error
     try:
@@ -71,11 +78,20 @@ def _records(content: bytes) -> tuple[dict[str, Any], ...]:
     except ValueError:  # a run that was killed while it wrote this line
         last = None
     if last is not None:
-        records.append(_parsed(last, RECORD))
+        records.append(_parsed(last, fields, optional))
     return tuple(records)
 
 
-def _parsed(value: Any, fields: Mapping[str, Kind]) -> dict[str, Any]:
+def _with_times(records: tuple[dict[str, Any], ...], file: Path) -> tuple[dict[str, Any], ...]:
+    """Each step with its time, None where nobody knows it; runs before 0.2 have it in the history itself."""
+    times = _read(file, lambda content: _lines(content, TIME)) if file.is_file() else ()
+    found = {each["step"]: each["seconds"] for each in times}
+    return tuple({"seconds": found.get(record["step"]), **record} for record in records)
+
+
+def _parsed(
+    value: Any, fields: Mapping[str, Kind], optional: Mapping[str, Kind] = MappingProxyType({})
+) -> dict[str, Any]:
     """The object with each field checked; what it holds beyond them is kept as it is."""
     if not isinstance(value, dict):
         raise ValueError(f"{reprlib.repr(value)} is no JSON object")
@@ -83,7 +99,7 @@ def _parsed(value: Any, fields: Mapping[str, Kind]) -> dict[str, Any]:
     if absent:
         raise ValueError(f"the key {absent[0]!r} is missing")
     checked = dict(value)
-    for name, kind in fields.items():
+    for name, kind in {**fields, **{name: kind for name, kind in optional.items() if name in value}}.items():
         try:
             checked[name] = kind(value[name])
         except ValueError as error:
@@ -118,8 +134,8 @@ def _number(value: Any) -> int | float:
 
 
 def _status(value: Any) -> str:
-    if value not in ("finished", "interrupted"):
-        raise ValueError(f"{reprlib.repr(value)} is neither 'finished' nor 'interrupted'")
+    if value not in ("finished", "interrupted", "stopped"):
+        raise ValueError(f"{reprlib.repr(value)} is none of 'finished', 'interrupted', 'stopped'")
     return str(value)
 
 
@@ -187,5 +203,5 @@ RECORD: dict[str, Kind] = {
     "is_applied": _flag,
     "lr": _or_null(_number),
     "num_samples": _whole,
-    "seconds": _number,
 }
+TIME: dict[str, Kind] = {"step": _whole, "seconds": _or_null(_number)}

@@ -85,7 +85,7 @@ def headline(run: Run) -> str:
         f"a batch of {summary['batch_size']:,} in {count(summary['num_micro_batches'], 'micro-batch')} of "
         f"{'' if is_even else 'at most '}{summary['micro_batch_size']:,}"
     )
-    ended = ", then interrupted" if summary["status"] == "interrupted" else ""
+    ended = "" if summary["status"] == "finished" else f", then {summary['status']}"
     steps = count(summary["num_steps"], "step")
     return f"{summary['task']} on {summary['framework']}: {steps} with {batch}{ended}; {verdict(run)}"
 
@@ -111,10 +111,9 @@ def remarks(run: Run) -> list[str]:
     """What a reader should know before trusting the figures."""
     summary, full_batch = run.summary, run.summary["full_batch"]
     found = []
-    if summary["status"] == "interrupted":
-        found.append(
-            f"The run was interrupted after {count(summary['num_steps'], 'step')}: its figures are of that point."
-        )
+    if summary["status"] != "finished":
+        steps = count(summary["num_steps"], "step")
+        found.append(f"The run was {summary['status']} after {steps}: its figures are of that point.")
     if summary["loss"] is not None and not math.isfinite(summary["loss"]):
         found.append(f"The loss of the last epoch is {number(summary['loss'])}: the training did not converge.")
     num_skipped = sum(not record["is_applied"] for record in run.records)

@@ -1,24 +1,24 @@
 """Tasks of TensorFlow."""
 
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from ..core.errors import BatchError, OptionError
+from ..core.errors import OptionError
 from ..core.step import Step
 from ..core.verification import Verification
 from ..tensorflow import Accumulator, nest, verify
 from .config import Config
-from .engine import check_kind, scores_of
-from .keras_engine import POLICIES, inner, load_variables, make_optimizer, save_variables, weights_of
+from .engine import PlainEngine, check_kind, on_nonfinite, scores_of
+from .keras_engine import POLICIES, inner, make_optimizer, weights_of
+from .keras_state import load_variables, state_of_variables
 from .memory import HostPeak
 from .task import Task, their_own_errors
 
 
-class TensorFlowEngine:
+class TensorFlowEngine(PlainEngine):
     """As engine.py wants it."""
 
     def __init__(self, task: Task, config: Config) -> None:
@@ -39,6 +39,7 @@ class TensorFlowEngine:
                 micro_batch_size=config.micro_batch_size,
                 weight=task.weight,
                 clip_norm=config.clip_norm,
+                **on_nonfinite(config),
             )
         self._peak = HostPeak()
 
@@ -63,13 +64,17 @@ class TensorFlowEngine:
             return int(tf.config.experimental.get_memory_info(self.device)["peak"])
         return self._peak.num_bytes()
 
-    def save(self, folder: Path) -> None:
-        save_variables(folder, self.model, self.optimizer)
+    def state(self) -> dict[str, Any]:
+        state = state_of_variables(self.model, self.optimizer)
+        return {**state, "num_steps": int(self.accumulator.num_steps.numpy())}
 
-    def load(self, folder: Path) -> None:
-        if not self.model.trainable_variables:
-            raise BatchError("the model has no variables before its first batch: give its layers an Input to resume")
-        load_variables(folder, self.model, self.optimizer)
+    def load(self, state: dict[str, Any]) -> None:
+        load_variables(state, self.model, self.optimizer)
+        self.accumulator.num_steps.assign(state["num_steps"])
+
+    @property
+    def is_stopped(self) -> bool:
+        return bool(getattr(self.accumulator, "is_stopped", False))
 
     def verify(self, batch: Any) -> Verification:
         with tf.device(self.device), their_own_errors():

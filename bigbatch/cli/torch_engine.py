@@ -2,9 +2,7 @@
 
 import copy
 import inspect
-import io
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,15 +12,19 @@ from torch.utils.data import default_convert
 
 from ..core.errors import OptionError
 from ..core.step import Step
+from ..core.tree import Array
 from ..core.verification import Verification
 from ..core.weight import as_terms
 from ..torch import Accumulator, nest, verify
+from ..torch.arrays import from_array, to_array
+from . import randomness
 from .config import Config
-from .engine import EPSILON, check_kind, scores_of
+from .engine import EPSILON, check_kind, on_nonfinite, scores_of
 from .errors import TaskError
 from .memory import HostPeak
 from .ranks import Ranks
 from .task import Task, call_with, their_own_errors
+from .torch_state import check_model, check_optimizer
 
 
 class TorchEngine:
@@ -48,6 +50,7 @@ class TorchEngine:
             weight=task.weight,
             clip_norm=config.clip_norm,
             precision=None if config.precision == "float32" else config.precision,
+            **on_nonfinite(config),
         )
         self._peak: HostPeak | None = None
 
@@ -78,7 +81,7 @@ class TorchEngine:
 
     def _warm_up(self, batch: Any) -> None:
         """Two samples through a copy of the model: what libraries keep for themselves is not the training's memory."""
-        with suppress(Exception), torch.random.fork_rng():  # what is wrong will show in the step
+        with suppress(Exception), randomness.kept():  # what is wrong will show in the step
             found = self.task.loss(copy.deepcopy(self.model), nest.cut(batch, 2)[0][0])
             torch.autograd.backward(list(as_terms(found)))
 
@@ -113,25 +116,34 @@ class TorchEngine:
             return int(torch.cuda.max_memory_allocated(self._device) - self._before)
         return None if self._peak is None else self._peak.num_bytes()
 
-    def save(self, folder: Path) -> None:
-        state = {
+    def to_array(self, value: Any) -> Array | None:
+        return to_array(value)
+
+    def from_array(self, array: Array) -> torch.Tensor:
+        return from_array(array)
+
+    def state(self) -> dict[str, Any]:
+        return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "accumulator": self.accumulator.state_dict(),
-            "random": [torch.get_rng_state(), *torch.cuda.get_rng_state_all()],
         }
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        (folder / "state.pt").write_bytes(buffer.getbuffer())  # torch itself gives no OSError for a full disk
 
-    def load(self, folder: Path) -> None:
-        state = torch.load(folder / "state.pt", weights_only=True, map_location=self._device)
+    def load(self, state: dict[str, Any]) -> None:
+        check_model(self.model.state_dict(), state["model"])
+        check_optimizer(self.optimizer.state_dict(), state["optimizer"])
+        self.accumulator.load_state_dict(state["accumulator"])  # checks for itself
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.accumulator.load_state_dict(state["accumulator"])
-        of_host, *of_devices = (each.cpu() for each in state["random"])
-        torch.set_rng_state(of_host)
-        torch.cuda.set_rng_state_all(of_devices)
+
+    def interrupt(self) -> None:
+        interrupt = getattr(self.accumulator, "interrupt", None)
+        if interrupt is not None:
+            interrupt()
+
+    @property
+    def is_stopped(self) -> bool:
+        return bool(getattr(self.accumulator, "is_stopped", False))
 
     def verify(self, batch: Any) -> Verification:
         batch = self._on_device(default_convert(batch))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_convert
 
-from ..core.errors import BatchError, OptionError, RankError
+from ..core.errors import BatchError, OptionError, RankError, StateError
 from ..torch import nest
 from .ranks import Ranks
 
@@ -66,6 +66,17 @@ class TorchRanks(Ranks):
                 "same order, for example shuffled by seed and epoch; each takes its share of every batch"
             )
         return bool(is_any)
+
+    def check_place(self, num_steps: int) -> None:
+        told = torch.tensor([num_steps, -num_steps])
+        with others_may_end():
+            dist.all_reduce(told, dist.ReduceOp.MAX)
+        most, fewest = told.abs().tolist()
+        if most != fewest:
+            raise StateError(
+                f"one rank found a checkpoint of {most} steps and another one of {fewest}: see that all machines see "
+                "the same run folder"
+            )
 
     def end(self) -> None:
         self.agree(False)  # nobody leaves while another still hears what was said last

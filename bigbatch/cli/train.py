@@ -1,50 +1,31 @@
 """`bigbatch train`: the steps, what they leave, and the comparison with the full batch."""
 
 import dataclasses
-import json
-import signal
 import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from .. import __version__
-from ..core.errors import BatchError, StateError
+from ..core import errors as core_errors
+from ..core.checkpoint import Every
+from ..core.errors import BatchError
 from ..core.step import History
 from ..core.window import shares
-from . import compare, report
+from . import compare, randomness, report
+from .batches import Batches
 from .config import Config
 from .engine import Engine, make_engine
-from .folder import HISTORY, REPORT, STATE, OthersFolder, RunFolder
+from .errors import STOPPED
+from .folder import HISTORY, REPORT, OthersFolder, RunFolder
+from .interruption import Interruption
 from .ranks import Ranks
 from .screen import Screen
 from .task import Task
 from .tensorboard import EventFile
 
-Item = TypeVar("Item")
-PLACE = ("num_steps", "epoch", "place", "num_samples", "num_applied", "seconds")
-"""How far a run has come."""
-
-
-class Interruption:
-    """Ctrl-C ends the run after the step that is under way, the same on all ranks; a second one ends it at once."""
-
-    def __init__(self) -> None:
-        self.is_asked = self.is_agreed = False
-
-    def __enter__(self) -> "Interruption":
-        self._before = signal.signal(signal.SIGINT, self._ask)
-        return self
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.is_asked:
-            raise KeyboardInterrupt
-        self.is_asked = True
-
-    def __exit__(self, *_: Any) -> None:
-        if self.is_asked or not self.is_agreed:  # else only another rank was asked so far, and this one will be
-            signal.signal(signal.SIGINT, self._before)
+PLACE = ("num_steps", "num_samples", "num_applied", "seconds")
+"""How far a run has come, beside its place in the data."""
+Interrupted: type[Exception] | tuple[()] = getattr(core_errors, "Interrupted", ())
 
 
 class Training:
@@ -52,17 +33,23 @@ class Training:
 
     def __init__(self, task: Task, config: Config, folder: RunFolder, screen: Screen, ranks: Ranks) -> None:
         self.task, self.config, self.folder, self.screen, self.ranks = task, config, folder, screen, ranks
-        self.num_steps = self.epoch = self.place = self.num_samples = self.num_applied = 0
+        self.num_steps = self.num_samples = self.num_applied = 0
         self.seconds = 0.0
         self.engine: Engine = make_engine(task, config, ranks)
         self.total = self._total()
+        self.batches = Batches(task, config)
         self.peak_bytes: int | None = None
+        self.store = folder.store(self.engine.to_array, self.engine.from_array)
+        self._every = Every(config.checkpoint_every)
+        self._num_saved: int | None = None
+        self._history = b""
 
     def _total(self) -> int | None:
         """How many steps the run will have, if that can be told."""
         if self.config.steps is not None:
             return self.config.steps
-        each = self.task.num_batches(self.config.batch_size, self.config.seed)
+        with randomness.kept():
+            each = self.task.num_batches(self.config.batch_size, self.config.seed)
         if each is None and self.config.schedule != "constant":
             raise BatchError(
                 f"--schedule {self.config.schedule} needs to know the number of steps, but batches() of "
@@ -70,62 +57,89 @@ class Training:
             )
         return None if each is None else each * (self.config.epochs or 1)
 
-    def resume(self) -> None:
-        """Takes up what was saved last."""
-        state = self.folder.path / STATE
-        try:
-            place = json.loads((state / "place.json").read_text(encoding="utf-8"))
-            for name in PLACE:
-                setattr(self, name, place[name])
-            self.engine.load(state)
-        except StateError:
-            raise  # says more than we could
-        except (OSError, ValueError, KeyError) as error:
-            raise StateError(
-                f"{self.folder.path} has no state to go on from: start it anew without --resume"
-            ) from error
-        self.folder.keep_steps(self.num_steps)
+    # --- saving ----------------------------------------------------------------------------------------------
 
-    def run(self) -> bool:
-        """Trains to the end; False if Ctrl-C ended it before."""
+    def resume(self) -> None:
+        """Takes up the newest checkpoint; a run that was killed before it had one begins anew."""
+        self.folder.refuse_other_states()
+        found = self.store.load()
+        if found is None:
+            self.screen.note(f"{self.folder.path} has no checkpoint yet: starting with the first step")
+        else:
+            self.engine.load(found.state["engine"])
+            for name in PLACE:
+                setattr(self, name, found.state["run"][name])
+            self.batches.load(found.state["batches"])
+            randomness.restore(found.state["random"])
+            self._history = found.files[HISTORY]
+            self._num_saved = self.num_steps
+            self._every.saved(self.num_steps)
+        self.ranks.check_place(self.num_steps)
+
+    def save(self, *, wait: bool = False) -> None:
+        """All that `resume` needs; written while training goes on, or waited for."""
+        state = {
+            "engine": self.engine.state(),
+            "run": {name: getattr(self, name) for name in PLACE},
+            "batches": self.batches.state(),
+            "random": randomness.state(),
+        }
+        self.store.save(self.num_steps, state, {HISTORY: self.folder.history()}, wait=wait)
+        self._every.saved(self.num_steps)
+        self._num_saved = self.num_steps
+
+    def _save_if_due(self) -> None:
+        if self.ranks.is_first and self._every.is_due(self.num_steps) and not self.store.is_writing:
+            self.save()
+
+    def _save_last(self, *, is_in_step: bool) -> None:
+        if self.ranks.is_first and (is_in_step or self._num_saved != self.num_steps):
+            self.save(wait=True)
+
+    # --- the steps -------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Trains to the end; returns the exit code of a run that ended before, else 0."""
+        self.folder.begin_with(self._history)
         events = EventFile(self.folder.path) if self.config.tensorboard else None
         self.screen.start(self.task.name, self.total, self.num_steps)
         began = time.perf_counter() - self.seconds
+        is_in_step = False
         try:
-            with Interruption() as interruption:
-                while not self._is_done():
-                    self._run_epoch(began, interruption, events)
-                    if self._is_interrupted(interruption):
-                        return False
+            with Interruption(self.engine.interrupt, self.screen.end) as interruption:
+                try:
+                    while not self._is_done() and not interruption.is_agreed and not self.engine.is_stopped:
+                        self._run_epoch(began, interruption, events)
+                except Interrupted:
+                    interruption.is_agreed = is_in_step = True
+                self._save_last(is_in_step=is_in_step)
+                interruption.is_agreed |= self.ranks.agree(interruption.is_asked)
         finally:
             self.screen.end()
             self.folder.close()
+            self.store.close()
             if events is not None:
                 events.close()
-        return True
-
-    def _is_interrupted(self, interruption: Interruption, *of_all: Any) -> bool:
-        interruption.is_agreed |= self.ranks.agree(interruption.is_asked, *of_all)
-        return interruption.is_agreed
+        if interruption.is_agreed:
+            return interruption.code
+        return STOPPED if self.engine.is_stopped else 0
 
     def _is_done(self) -> bool:
         if self.config.steps is not None:
             return self.num_steps >= self.config.steps
-        return self.epoch >= (self.config.epochs or 1)
+        return self.batches.epoch >= (self.config.epochs or 1)
 
     def _run_epoch(self, began: float, interruption: Interruption, events: EventFile | None) -> None:
-        options = {"batch_size": self.config.batch_size, "epoch": self.epoch, "seed": self.config.seed}
         before = self.num_steps
-        for place, (batch, is_last) in enumerate(marked(self.task.epoch(**options))):
-            if place < self.place:
-                continue
+        for batch, is_last in self.batches.rest_of_epoch():
             self._step(batch, is_last, began, events)
-            self.epoch, self.place = (self.epoch + 1, 0) if is_last else (self.epoch, place + 1)
-            if self._is_interrupted(interruption, batch, is_last) or self._is_done():
+            self.batches.done(is_last)
+            self._save_if_due()
+            interruption.is_agreed |= self.ranks.agree(interruption.is_asked, batch, is_last)
+            if interruption.is_agreed or self._is_done() or self.engine.is_stopped:
                 break
         if self.num_steps == before:
-            raise BatchError(f"batches() of {self.task.name} gave 0 batches in epoch {self.epoch + 1}")
-        self.save()
+            raise BatchError(f"batches() of {self.task.name} gave 0 batches in epoch {self.batches.epoch + 1}")
 
     def _step(self, batch: Any, is_last: bool, began: float, events: EventFile | None) -> None:
         lr = self.config.lr_at(self.num_applied, self.total)
@@ -137,44 +151,38 @@ class Training:
         self.seconds = time.perf_counter() - began
         self.peak_bytes = self.engine.peak_bytes()
         record = {
-            "step": self.num_steps, "epoch": self.epoch, "ends_epoch": is_last, **step.as_dict(),
-            "lr": lr, "num_samples": num, "seconds": round(self.seconds, 4),
+            "step": self.num_steps, "epoch": self.batches.epoch, "ends_epoch": is_last, **step.as_dict(),
+            "lr": lr, "num_samples": num,
         }  # fmt: skip
-        self.folder.add_step(record)
+        seconds = round(self.seconds, 4)
+        self.folder.add_step(record, seconds)
         self.num_steps += 1
         if events is not None:
             events.add(self.num_steps, {name: record[name] for name in ("loss", "grad_norm", "lr")})
-        self.screen.step(self.num_steps, {**record, "samples_so_far": self.num_samples}, self.peak_bytes)
-
-    def save(self) -> None:
-        """All that `resume` needs."""
-
-        def write(folder: Path) -> None:
-            self.engine.save(folder)
-            (folder / "place.json").write_text(json.dumps({name: getattr(self, name) for name in PLACE}))
-
-        self.folder.save_state(write)
+        shown = {**record, "seconds": seconds, "samples_so_far": self.num_samples}
+        self.screen.step(self.num_steps, shown, self.peak_bytes)
 
     def _num_micro_batches(self) -> int:
         """Of a step, of all ranks."""
         parts = shares(self.config.batch_size, self.ranks.num)
         return sum(-(-(part.stop - part.start) // self.config.micro_batch_size) for part in parts)
 
-    def summary(self, *, is_finished: bool) -> dict[str, Any]:
+    def summary(self, code: int) -> dict[str, Any]:
+        losses = History.load(self.folder.path / HISTORY).losses
         return {
             "version": __version__,
             "task": self.task.name,
             "framework": self.task.framework,
             "device": self.engine.device,
-            "status": "finished" if is_finished else "interrupted",
+            "status": {0: "finished", STOPPED: "stopped"}.get(code, "interrupted"),
             "batch_size": self.config.batch_size,
             "micro_batch_size": self.config.micro_batch_size,
             "num_micro_batches": self._num_micro_batches(),
             "num_ranks": self.ranks.num,
             "num_steps": self.num_steps,
-            "num_epochs": self.epoch,
+            "num_epochs": self.batches.epoch,
             "num_samples": self.num_samples,
-            "loss": History.load(self.folder.path / HISTORY).losses[-1],
+            "loss": losses[-1] if losses else None,
             "scores": self.engine.scores(),
             "seconds": round(self.seconds, 4),
             "samples_per_second": round(self.num_samples / self.seconds, 2) if self.seconds else 0.0,
@@ -185,43 +193,35 @@ class Training:
         }
 
 
-def marked(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
-    """Every item, and whether it is the last."""
-    iterator = iter(items)
-    for item in iterator:
-        for following in iterator:
-            yield item, False
-            item = following
-        yield item, True
-
-
 def train(
     task: Task, config: Config, out: Path, screen: Screen, ranks: Ranks, *, is_resumed: bool = False
-) -> dict[str, Any] | None:
-    """The whole job; returns the summary, and None on a rank that only helps with the steps."""
+) -> tuple[dict[str, Any] | None, int]:
+    """The whole job; returns the summary, None on a rank that only helps with the steps, and the exit code."""
     if not ranks.is_first:
-        run_training(task, dataclasses.replace(config, tensorboard=False), OthersFolder(out), screen, ranks, is_resumed)
-        return None
+        others = dataclasses.replace(config, tensorboard=False)
+        return None, run_training(task, others, OthersFolder(out), screen, ranks, is_resumed)[1]
     folder = RunFolder.create(out, is_continued=is_resumed)
-    folder.write_config(config)
-    training, is_finished = run_training(task, config, folder, screen, ranks, is_resumed)
+    training, code = run_training(task, config, folder, screen, ranks, is_resumed)
     folder.write_weights(training.engine.weights())  # before the task's own evaluate, which may fail
-    summary = training.summary(is_finished=is_finished)
+    summary = training.summary(code)
     folder.write_summary(summary)
-    if config.compare and is_finished:
+    if config.compare and not code:
         summary |= compare.with_full_batch(config, training.num_steps, folder, screen)
         folder.write_summary(summary)
     report.write_report([folder.path], folder.path / REPORT)
-    return summary
+    return summary, code
 
 
 def run_training(
     task: Task, config: Config, folder: RunFolder, screen: Screen, ranks: Ranks, is_resumed: bool
-) -> tuple[Training, bool]:
-    """The steps, which all ranks make; and whether they were made to the end."""
+) -> tuple[Training, int]:
+    """The steps, which all ranks make; and the exit code of a run that ended before it was done."""
+    if not is_resumed:
+        folder.write_config(config)
     training = Training(task, config, folder, screen, ranks)
     if is_resumed:
         training.resume()
-    is_finished = training.run()
+        folder.write_config(config)
+    code = training.run()
     ranks.end()
-    return training, is_finished
+    return training, code

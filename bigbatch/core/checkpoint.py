@@ -63,11 +63,13 @@ class Store:
         keep: int = 2,
         to_array: Callable[[Any], Array | None] = as_array,
         from_array: Callable[[Array], Any] = Array.numpy,
+        is_read_only: bool = False,
     ) -> None:
         if keep < 1:
             raise OptionError(f"keep={keep} checkpoints would be none: pass 1 or more")
         self.folder = Path(folder)
         self.keep = keep
+        self.is_read_only = is_read_only
         self._to_array, self._from_array = to_array, from_array
         self._pid = os.getpid()
         self._lock: int | None = None
@@ -82,6 +84,8 @@ class Store:
 
         What could not be written is warned of, and the checkpoints before stay; with `wait` it is raised.
         """
+        if self.is_read_only:
+            raise OrderError(f"{self.folder} was opened to be read only: open it without is_read_only to save")
         if os.getpid() != self._pid:
             raise OrderError(
                 f"the checkpoints in {self.folder} are written by process {self._pid} and this is {os.getpid()}, which "
@@ -141,6 +145,11 @@ class Store:
         for path in self.folder.glob("[0-9]*.part"):
             shutil.rmtree(path, ignore_errors=True)
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the last one is not on the disk yet: another would have to wait."""
+        return self._writer is not None and self._writer.is_alive()
+
     def wait(self) -> None:
         """Until the last one is written; warns if it could not be."""
         self._join()
@@ -167,7 +176,7 @@ class Store:
 
     def _refuse_two(self) -> None:
         """One process at a time: the lock goes with the process, however it ends, and not to those that it forks."""
-        if self._lock is not None or fcntl is None:
+        if self._lock is not None or fcntl is None or self.is_read_only:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)

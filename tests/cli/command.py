@@ -71,6 +71,5 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 
 def history_of(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a history, without times."""
     lines = (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name != "seconds"} for line in lines]
+    return [json.loads(line) for line in lines]

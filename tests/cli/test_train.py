@@ -29,7 +29,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_what_a_run_leaves(finished: tuple[Path, str]) -> None:
     out, told = finished
-    names = {"config.toml", "history.jsonl", "summary.json", "model.safetensors", "report.html", "full_batch", "state"}
+    names = {
+        "config.toml", "history.jsonl", "times.jsonl", "summary.json", "model.safetensors", "report.html",
+        "full_batch", "checkpoints",
+    }  # fmt: skip
     assert {path.name for path in out.iterdir()} == names
     summary = summary_of(out)
     assert summary["status"] == summary["full_batch"]["status"] == "finished"
