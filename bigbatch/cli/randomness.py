@@ -126,10 +126,13 @@ class OfTensorFlow:
     @staticmethod
     def seed(number: int) -> None:
         from tensorflow.python.eager import context
+        from tensorflow.python.ops import stateful_random_ops
 
         drawn = getattr(context.context(), "_rng", None)
         if drawn is not None:
             drawn.seed(number)
+        if stateful_random_ops.global_generator is not None:
+            stateful_random_ops.global_generator.reset_from_seed(number)
 
 
 FRAMEWORKS: dict[str, Any] = {"torch": OfTorch, "tensorflow": OfTensorFlow}

@@ -120,7 +120,9 @@ def main():
     given = parser.parse_args()
     is_forked = given.framework == "torch"
     if is_forked:
-        import bigbatch.cli.torch_engine  # noqa: F401 - once for all processes
+        import bigbatch.cli.app  # once for all processes
+        import bigbatch.cli.torch_engine
+        import bigbatch.cli.train  # noqa: F401
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         task = given.task or TASKS / f"{given.framework}_task.py"

@@ -1,4 +1,4 @@
-"""Everything that is random where torch is trained: dropout, the order, noise on each batch, drawn from what all share."""
+"""Dropout, the order and the noise on each batch are all drawn from what torch, NumPy and Python share."""
 
 import random
 import time

@@ -1,0 +1,29 @@
+"""Runs that are killed with SIGKILL until they have finished end bitwise as those that nobody killed; see soak.py."""
+
+import subprocess
+import sys
+
+import pytest
+
+from .process import ROOT, environment
+
+
+def soak(*arguments):
+    command = [sys.executable, "-m", "tests.crash.soak", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=1200)
+
+
+@pytest.mark.parametrize(("framework", "kills"), [("torch", 15), ("tensorflow", 5), ("jax", 5)])
+def test_killed_runs_end_bitwise_as_if_nothing_had_been(framework, kills, tmp_path):
+    report = tmp_path / "soak.md"
+    done = soak("--kills", kills, "--framework", framework, "--report", report)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"## {framework}: {kills} kills, bitwise the same as undisturbed" in report.read_text()
+
+
+def test_a_run_that_forgets_its_random_numbers_is_found(tmp_path):
+    """The negative control."""
+    done = soak("--kills", 2, "--task", ROOT / "tests/crash/tasks/forgetful_task.py")
+    assert done.returncode == 1, done.stdout + done.stderr
+    for name in ("history.jsonl", "model.safetensors", "checkpoint: state/engine/model/0.weight"):
+        assert name in done.stdout

@@ -1,0 +1,87 @@
+"""Signals that ask a run to end: it saves, ends with their code, and goes on bitwise as if nothing had been."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from .comparison import differences
+from .process import ROOT, num_lines, start
+
+TASK = ROOT / "tests/crash/tasks/torch_task.py"
+STEPS = 30
+
+
+def train(folder, name, *arguments):
+    where = ["--resume"] if (folder / name).exists() else ["--out"]
+    options = [*where, folder / name, "--steps", STEPS, "--seed", 7, *arguments]
+    return start(["train", TASK, *options], folder / "log.txt")
+
+
+def wait_for_steps(process, history, num, log):
+    deadline = time.monotonic() + 120
+    while num_lines(history) < num:
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert train(folder, "run").wait(120) == 0
+    return folder / "run"
+
+
+def test_each_signal_saves_and_has_its_code(undisturbed, tmp_path):
+    """One run that is ended by all four, one after the other, with no checkpoint but those of the signals."""
+    out, log = tmp_path / "run", tmp_path / "log.txt"
+    codes = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 138, signal.SIGUSR2: 140}
+    num = 0
+    for number, code in codes.items():
+        process = train(tmp_path, "run")
+        before = (out / "history.jsonl").stat().st_ino if num else None
+        while num and (out / "history.jsonl").stat().st_ino == before and process.poll() is None:
+            time.sleep(0.001)
+        wait_for_steps(process, out / "history.jsonl", num + 3, log)
+        process.send_signal(number)
+        assert process.wait(60) == code, log.read_text()
+        summary = json.loads((out / "summary.json").read_text())
+        assert summary["status"] == "interrupted"
+        assert num + 3 <= summary["num_steps"] == num_lines(out / "history.jsonl") < STEPS
+        num = summary["num_steps"]
+    assert train(tmp_path, "run").wait(120) == 0
+    told = log.read_text()
+    assert "Traceback" not in told
+    assert told.replace("\n", " ").count(f"to go on, bigbatch train {TASK} --resume {out}") == len(codes)
+    assert differences(undisturbed, out) == []
+
+
+STUCK = """
+import time
+from tests.crash.tasks.torch_task import *
+
+quick = loss
+def loss(model, batch):
+    time.sleep(600)
+"""
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    """A loss that never returns: the first signal waits for it, the second, of another kind, does not."""
+    task = tmp_path / "stuck.py"
+    task.write_text("import torch" + STUCK.replace("time.sleep(600)", "(open(__file__ + '.in', 'w'), time.sleep(600))"))
+    process = start(["train", task, "--out", tmp_path / "run"], tmp_path / "log.txt")
+    deadline = time.monotonic() + 120
+    while not os.path.exists(f"{task}.in"):
+        assert process.poll() is None, (tmp_path / "log.txt").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(5) == 138
+    assert not (tmp_path / "run" / "summary.json").exists()
