@@ -41,7 +41,6 @@ class Training:
         self.peak_bytes: int | None = None
         self.store = folder.store(self.engine.to_array, self.engine.from_array)
         self._every = Every(config.checkpoint_every)
-        self._num_saved: int | None = None
         self._history = b""
 
     def _total(self) -> int | None:
@@ -72,7 +71,6 @@ class Training:
             self.batches.load(found.state["batches"])
             randomness.restore(found.state["random"])
             self._history = found.files[HISTORY]
-            self._num_saved = self.num_steps
             self._every.saved(self.num_steps)
         self.ranks.check_place(self.num_steps)
 
@@ -86,14 +84,16 @@ class Training:
         }
         self.store.save(self.num_steps, state, {HISTORY: self.folder.history()}, wait=wait)
         self._every.saved(self.num_steps)
-        self._num_saved = self.num_steps
 
     def _save_if_due(self) -> None:
         if self.ranks.is_first and self._every.is_due(self.num_steps) and not self.store.is_writing:
             self.save()
 
     def _save_last(self, *, is_in_step: bool) -> None:
-        if self.ranks.is_first and (is_in_step or self._num_saved != self.num_steps):
+        if not self.ranks.is_first:
+            return
+        self.store.wait()
+        if is_in_step or self.store.newest_step != self.num_steps:
             self.save(wait=True)
 
     # --- the steps -------------------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ class Store:
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
         self._damaged: set[Path] = set()
+        self.newest_step: int | None = None
+        """Of the newest checkpoint that was written or read, and is whole."""
 
     # --- writing -----------------------------------------------------------------------------------------
 
@@ -130,6 +132,7 @@ class Store:
             flush_folder(self.folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
+        self.newest_step = step
         self._drop_old()
 
     def _drop_old(self) -> None:
@@ -208,6 +211,7 @@ class Store:
                 continue
             if told:
                 warnings.warn(f"{'; '.join(told)}: going on from {path}", BigBatchWarning, stacklevel=2)
+            self.newest_step = found.step
             return found
         if told:
             raise StateError(f"{'; '.join(told)}: no checkpoint in {self.folder} is whole, so start anew")
