@@ -9,7 +9,7 @@ RANKS := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone
 ON_FOUR_RANKS := not views and not small and not verify
 export TF_CPP_MIN_LOG_LEVEL := 3
 
-.PHONY: demo test check format bench bench-gpu exactness pictures clean
+.PHONY: demo test check format bench bench-gpu exactness soak pictures clean
 
 demo: .venv/demo
 	$(BIN)/bigbatch train digits
@@ -30,6 +30,7 @@ test: .venv/test
 	$(PYTEST) tests/tasks/test_keras.py
 	$(PYTEST) tests/tasks/test_jax.py
 	$(PYTEST) tests/cli
+	$(BIN)/python -m pytest tests/crash
 	$(PYTEST) tests/docs
 
 check: .venv/check
@@ -60,6 +61,13 @@ exactness: .venv/bench
 	$(BIN)/python -m benchmarks.exactness_tensorflow
 	$(BIN)/python -m benchmarks.exactness_jax
 	$(RANKS) --nproc-per-node 2 -m benchmarks.exactness_ranks
+
+# Kills training processes until they have finished, 250 times; leaves build/soak.md.
+soak: .venv/test
+	rm -f build/soak.md
+	$(BIN)/python -m tests.crash.soak --kills 200 --framework torch --report build/soak.md
+	$(BIN)/python -m tests.crash.soak --kills 25 --framework tensorflow --report build/soak.md
+	$(BIN)/python -m tests.crash.soak --kills 25 --framework jax --report build/soak.md
 
 # Makes the pictures of docs/command-line.md; needs Chromium.
 pictures: .venv/test

@@ -9,8 +9,9 @@ REMEDY = "go on with the task as it was, or start anew without --resume"
 
 
 def check_names(ours: Iterable[str], saved: Iterable[str]) -> None:
-    if other := sorted(set(ours) ^ set(saved)):
-        where = "the saved state" if other[0] in set(saved) else "the task"
+    own, saved = set(ours), set(saved)
+    if other := sorted(own ^ saved):
+        where = "the saved state" if other[0] in saved else "the task"
         raise StateError(f"only {where} has {other[0]}: {REMEDY}")
 
 

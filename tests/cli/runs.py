@@ -52,7 +52,10 @@ def summary(history, *, batch_size=256, micro_batch_size=32, peak_bytes=31_457_2
 
 def write(folder, history, summary, config):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "history.jsonl").write_text("".join(json.dumps(record) + "\n" for record in history))
+    times = [{"step": record["step"], "seconds": record["seconds"]} for record in history]
+    timeless = [{name: value for name, value in record.items() if name != "seconds"} for record in history]
+    for name, lines in (("history.jsonl", timeless), ("times.jsonl", times)):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     (folder / "config.toml").write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in config.items()))
     return folder

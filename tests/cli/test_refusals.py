@@ -104,6 +104,9 @@ BAD_NUMBERS: dict[str, tuple[list[Any], str]] = {
     "no base": (["--lr-scaling", "linear"], "needs --base-batch-size"),
     "an unknown schedule": (["--schedule", "sawtooth"], "--schedule must be one of constant, cosine, linear"),
     "an unknown precision": (["--precision", "int3"], "--precision must be one of float32, bf16, fp16"),
+    "checkpoints never": (["--checkpoint-every", 0], "--checkpoint-every 0: a checkpoint every '0' is unknown"),
+    "an unknown unit": (["--checkpoint-every", "3weeks"], "pass a number of steps such as 100, or a time, 10min"),
+    "an unknown way": (["--on-nonfinite", "pray"], "--on-nonfinite must be one of skip, raise, stop"),
     "a negative seed": (["--seed", -1], "--seed must be a whole number"),
     "an unknown device": (["--device", "abacus"], "--device abacus cannot be used here"),
     "an unknown option": (["--bach-size", 3], "No such option"),
@@ -125,6 +128,7 @@ def test_bad_numbers(name: str, tmp_path: Path) -> None:
         ("batch_size = ", "is no TOML file"),
         ("bach_size = 3", "has an option 'bach_size'"),
         ('lr = "big"', "--lr must be"),
+        ("checkpoint_every = 1.5", "a checkpoint every 1.5 is unknown"),
     ],
 )
 def test_bad_config_files(text: str, told: str, tmp_path: Path) -> None:

@@ -35,6 +35,29 @@ def test_a_last_line_without_its_end_counts_if_it_is_whole(tmp_path):
     assert len(read_run(folder).records) == 48
 
 
+def test_times_of_older_runs_are_in_the_history(tmp_path):
+    folder = write_run(tmp_path / "run", has_full_batch=False)
+    new = read_run(folder)
+    times = [json.loads(line) for line in (folder / "times.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    assert [record["seconds"] for record in new.records] == [time["seconds"] for time in times]
+    both = ({**record, **time} for record, time in zip(records, times, strict=True))
+    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in both))
+    (folder / "times.jsonl").unlink()
+    assert read_run(folder).records == new.records
+
+
+def test_times_that_got_lost_are_left_out(tmp_path):
+    folder = write_run(tmp_path / "run")
+    lines = (folder / "times.jsonl").read_text().splitlines(keepends=True)
+    lines[20] = '{"step": 20, "seconds": null}\n'
+    (folder / "times.jsonl").write_text("".join(lines[:40]))
+    run = read_run(folder)
+    assert [record["step"] for record in run.records if record["seconds"] is None] == [20, *range(40, 48)]
+    write_report([folder], tmp_path / "report.html")
+    assert "Loss over time" in (tmp_path / "report.html").read_text()
+
+
 def test_no_run_folder(tmp_path):
     with pytest.raises(StateError, match=r"absent is no folder: pass a run folder that `bigbatch train` wrote"):
         read_run(tmp_path / "absent")
@@ -76,6 +99,8 @@ DAMAGE = {
     "a step in words": ("history.jsonl", lambda text: text.replace('"is_applied": true', '"is_applied": 1', 1)),
     "an empty line": ("history.jsonl", lambda text: text + "\n"),
     "a line that is no object": ("history.jsonl", lambda text: text + "3\n"),
+    "a time in words": ("times.jsonl", lambda text: text + '{"step": 3, "seconds": "late"}\n'),
+    "a time in the history in words": ("history.jsonl", lambda text: text.replace('"lr"', '"seconds": "late", "lr"')),
 }  # fmt: skip
 
 

@@ -1,0 +1,118 @@
+"""A checkpoint that does not fit the task is refused with one sentence, and nothing of the task is changed."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from bigbatch import StateError
+from bigbatch.cli.config import Config
+from bigbatch.cli.ranks import Ranks
+from bigbatch.cli.task import Task
+from bigbatch.cli.torch_engine import TorchEngine
+from bigbatch.core.tree import from_bytes, to_bytes
+from bigbatch.torch.arrays import from_array, to_array
+
+from .command import run, train, write_task
+
+
+def engine(layers=(6, 4, 3), dtype=torch.float32, optimizer=torch.optim.Adam, seed=0):
+    def model():
+        return nn.Sequential(*(nn.Linear(a, b, dtype=dtype) for a, b in pairwise(layers)))
+
+    def loss(model, batch):
+        return model(batch).square().mean()
+
+    task = Task("task", "task", "torch", model, list, loss, lambda model, lr: optimizer(model.parameters(), lr))
+    return TorchEngine(task, Config("task", batch_size=6, micro_batch_size=4, seed=seed), Ranks())
+
+
+def saved(found):
+    return from_bytes(to_bytes(found.state(), to_array), from_array)
+
+
+def test_what_is_saved_is_taken_up_bit_for_bit():
+    one, other, batch = engine(), engine(seed=1), torch.randn(6, 6)
+    one.step(batch)
+    other.load(saved(one))
+    for each in (one, other):
+        each.step(batch * 2)
+    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
+
+
+OTHERS = {
+    "another size": ({"layers": (6, 5, 3)}, r"0.weight is float32\[4, 6\] in the saved state but float32\[5, 6\] in"),
+    "another type": ({"dtype": torch.float64}, r"0.weight is float32\[4, 6\] in the saved state but float64\[4, 6\]"),
+    "one layer more": ({"layers": (6, 4, 3, 3)}, "only the task has 2.bias: go on with the task as it was"),
+    "one layer less": ({"layers": (6, 4)}, "only the saved state has 1.bias"),
+    "another optimizer": (
+        {"optimizer": torch.optim.SGD},
+        "the saved state has the option amsgrad of the optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_does_not_fit_changes_nothing(kind):
+    options, text = OTHERS[kind]
+    one, other = engine(), engine(**options)
+    one.step(torch.randn(6, 6))
+    before = copy.deepcopy(other.state())
+    with pytest.raises(StateError, match=text):
+        other.load(saved(one))
+    assert to_bytes(other.state(), to_array) == to_bytes(before, to_array)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64])
+def test_tensors_of_all_kinds_come_back(dtype):
+    tensor = (torch.randn(3, 5) * 9).to(dtype)
+    for given in (tensor, tensor.T, tensor[0, 0]):
+        array = to_array(given)
+        back = from_array(array)
+        assert (back.dtype, back.shape) == (given.dtype, given.shape)
+        assert torch.equal(back.double(), given.double())
+    assert to_array("no tensor") is None
+
+
+KERAS = """
+import keras
+import numpy as np
+import {framework}
+
+def model():
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense({size}), keras.layers.Dense(1)])
+
+def batches(batch_size):
+    return [(np.ones((8, 6), np.float32), np.ones((8, 1), np.float32))] * 3
+
+loss = {loss}
+defaults = {{"batch_size": 8, "micro_batch_size": 3, "compare": False, "steps": 2}}
+"""
+LOSSES = {
+    "tensorflow": "lambda model, batch: tensorflow.reduce_mean((model(batch[0]) - batch[1]) ** 2)",
+    "keras": "'mse'",
+}
+
+
+@pytest.mark.parametrize("framework", LOSSES)
+def test_another_shape_in_keras(framework, tmp_path):
+    task = tmp_path / "task.py"
+    task.write_text(KERAS.format(framework=framework, size=4, loss=LOSSES[framework]))
+    train(task, tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    task.write_text(KERAS.format(framework=framework, size=5, loss=LOSSES[framework]))
+    done = run("train", task, "--resume", tmp_path / "run", "--steps", 4)
+    assert done.returncode == 2, done.stderr
+    assert "dense/kernel is float32[6, 4] in the saved state but float32[6, 5] in the task" in done.stderr
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_a_run_of_an_older_version(tmp_path):
+    task = write_task(tmp_path)
+    train(task, tmp_path / "run", "--no-compare", "--steps", 1)
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "run" / "state")
+    done = run("train", task, "--resume", tmp_path / "run", "--steps", 2)
+    assert done.returncode == 2
+    assert "was left by an older version of bigbatch" in done.stderr
