@@ -62,12 +62,16 @@ exactness: .venv/bench
 	$(BIN)/python -m benchmarks.exactness_jax
 	$(RANKS) --nproc-per-node 2 -m benchmarks.exactness_ranks
 
-# Kills training processes until they have finished, 250 times; leaves build/soak.md.
+# The long run: 250 kills, 20,000 stories of calls, 100,000 steps of each framework; leaves build/soak.md.
 soak: .venv/test
 	rm -f build/soak.md
 	$(BIN)/python -m tests.crash.soak --kills 200 --framework torch --report build/soak.md
 	$(BIN)/python -m tests.crash.soak --kills 25 --framework tensorflow --report build/soak.md
 	$(BIN)/python -m tests.crash.soak --kills 25 --framework jax --report build/soak.md
+	$(BIN)/python -m tests.crash.steps --framework torch --report build/soak.md
+	$(BIN)/python -m tests.crash.steps --framework tensorflow --report build/soak.md
+	$(BIN)/python -m tests.crash.steps --framework jax --report build/soak.md
+	BIGBATCH_EXAMPLES=20000 $(PYTEST) tests/torch/test_stateful.py
 
 # Makes the pictures of docs/command-line.md; needs Chromium.
 pictures: .venv/test

@@ -1,7 +1,7 @@
 """multi_steps fed in whatever order: weights, zeros, what is not finite, flushes, refused calls.
 
-A plain reference in NumPy and float64 goes along, and only learns at the end of a window. Twenty examples; as many
-times more as BIGBATCH_EXAMPLES says.
+A plain reference in NumPy and float64 goes along, and only learns at the end of a window. Twenty examples, or as
+many as BIGBATCH_EXAMPLES says.
 """
 
 import os
@@ -23,7 +23,7 @@ STEPS, RATE = 3, 0.1
 OPTIMIZER = multi_steps(optax.sgd(RATE), STEPS)
 UPDATE, FLUSH = jax.jit(OPTIMIZER.update), jax.jit(OPTIMIZER.flush)
 few = settings(
-    max_examples=20 * int(os.environ.get("BIGBATCH_EXAMPLES", "1")),
+    max_examples=int(os.environ.get("BIGBATCH_EXAMPLES", "20")),
     stateful_step_count=20,
     derandomize=True,
     database=None,

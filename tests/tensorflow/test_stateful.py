@@ -1,7 +1,7 @@
 """An accumulator called in whatever order: batches, windows, micro-batches, flushes, what is not finite, bad input.
 
-A plain reference in NumPy and float64 goes along, and only learns from whole batches. Twelve examples; as many times
-more as BIGBATCH_EXAMPLES says.
+A plain reference in NumPy and float64 goes along, and only learns from whole batches. Twelve examples, or as
+many as BIGBATCH_EXAMPLES says.
 """
 
 import os
@@ -20,7 +20,7 @@ from bigbatch.tensorflow import Accumulator
 
 STEPS, RATE, WIDTH = 3, 0.0625, 3
 few = settings(
-    max_examples=12 * int(os.environ.get("BIGBATCH_EXAMPLES", "1")),
+    max_examples=int(os.environ.get("BIGBATCH_EXAMPLES", "12")),
     stateful_step_count=15,
     derandomize=True,
     database=None,
