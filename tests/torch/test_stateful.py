@@ -28,7 +28,7 @@ from bigbatch import BigBatchError, BigBatchWarning, Interrupted, NonFiniteError
 from bigbatch.core.weight import as_terms
 from bigbatch.torch import Accumulator
 
-NUM_EXAMPLES = int(os.environ.get("BIGBATCH_EXAMPLES", "120"))
+NUM_EXAMPLES = int(os.environ.get("BIGBATCH_EXAMPLES", "100"))
 LIMIT = 1e-9
 MAX_SKIPPED = 2
 Part = tuple[Tensor, Tensor, Tensor]
@@ -329,7 +329,7 @@ class Story(RuleBasedStateMachine):
             "empty": (x[:0], y[:0], weight[:0]),
             "mismatched": (x, y[1:], weight),
             "text": "text",
-            "none": Window([]),
+            "no parts": Window([]),
             "negative": (x, y, -weight),
             "nan": (x, y, weight * torch.nan),
         }.get(what, (x, y, weight))
