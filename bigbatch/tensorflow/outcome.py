@@ -1,6 +1,6 @@
 """What becomes of a step that is not finite: it is skipped, raised as an error, or the end of the run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import tensorflow as tf
@@ -85,7 +85,7 @@ class Outcome(tf.Module):
                 "training was stopped by a gradient that is not finite: set accumulator.is_stopped = False to go on"
             )
 
-    def tell(self, found: tf.Tensor, variables: Sequence[Any], is_scaling: bool) -> bool:
+    def tell(self, found: tf.Tensor, variables: Callable[[], Sequence[Any]], is_scaling: bool) -> bool:
         """Raises or stops as the user wants it, after a step that left this record; whether the step was applied.
 
         To an optimizer that scales the loss an overflow now and then is how it finds its scale.
@@ -95,14 +95,14 @@ class Outcome(tf.Module):
             return record.last == APPLIED
         if self.on_nonfinite == "raise" and not is_scaling:
             self.went_well()
-            what = told(record.variable, variables)
+            what = told(record.variable, variables())
             raise NonFiniteError(f"{what} is not finite in step {record.step}, so no variable was changed: {REMEDY}")
         is_too_many = self.max_skipped is not None and record.num_in_a_row >= self.max_skipped
         if self.on_nonfinite == "stop" and (is_too_many or not is_scaling):
             self.is_stopped = True
         elif is_too_many:
             self.went_well()
-            what = told(record.first_variable, variables)
+            what = told(record.first_variable, variables())
             raise NonFiniteError(
                 f"{record.num_in_a_row} steps in a row were skipped since their gradients are not finite, the first in "
                 f"step {record.first_step}, where {what} was first not finite: {REMEDY}, or pass max_skipped=None"

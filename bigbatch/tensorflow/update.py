@@ -1,7 +1,8 @@
 """What ends a window: the gradient of the whole batch is checked, clipped and applied, once."""
 
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -40,6 +41,7 @@ class Update(tf.Module):
         self.outcome = outcome
         self.optimizer = Optimizer(optimizer, strategy)
         self.is_ready = False
+        self._held = users.Held()
         with strategy.scope():
             self.num_steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="num_steps")
             """How many windows are done, applied or not."""
@@ -59,10 +61,14 @@ class Update(tf.Module):
         """What is trained now, as TensorFlow's variables."""
         return [replicas.as_tf_variable(v) for v in self.model.trainable_variables]
 
-    def alone(self, replica: int | None = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def alone(self, replica: int | None = None) -> Iterator[None]:
         """Keeps other threads and accumulators away from the model, on one replica or on all of them."""
         every = range(self.strategy.num_replicas_in_sync)
-        return users.alone([self.model, *self.variables_now()], every if replica is None else [replica])
+        variables = self.variables_now()
+        with users.alone([self.model, *variables], every if replica is None else [replica]):
+            self._held.variables = variables
+            yield
 
     def finished(self, found: list[Gradient], total: tf.Tensor) -> tuple[Any, ...]:
         """On a replica: the gradient of the whole batch, checked and clipped; the same on all of them."""
@@ -131,8 +137,8 @@ class Update(tf.Module):
 
     def check(self, found: Any) -> None:
         """In eager code: looks at what `applied` returned, and raises or stops if the user wants it."""
-        if self.outcome.tell(found[-1], self.model.trainable_variables, self.optimizer.is_scaling):
-            users.changed(self.variables_now())
+        if self.outcome.tell(found[-1], lambda: self.model.trainable_variables, self.optimizer.is_scaling):
+            users.changed(self._held.variables)
 
     def told(self, found: Any, micro_batch_size: int | None = None) -> Step:
         """What `applied` returned, for the user."""

@@ -20,6 +20,13 @@ class Use:
         """How many steps accumulators made with it."""
 
 
+class Held:
+    """The variables that a call keeps others away from; Keras takes its time to list them."""
+
+    def __init__(self) -> None:
+        self.variables: list[Any] = []
+
+
 _guard = threading.Lock()
 _uses: dict[int, Use] = {}  # by id, since a tf.Variable cannot be hashed; gone with the variable
 
