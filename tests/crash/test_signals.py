@@ -7,7 +7,9 @@ import time
 
 import pytest
 
-from .comparison import differences
+from bigbatch.core import errors
+
+from .comparison import differences, newest
 from .process import ROOT, num_lines, start
 
 TASK = ROOT / "tests/crash/tasks/torch_task.py"
@@ -85,3 +87,33 @@ def test_a_second_signal_ends_at_once(tmp_path):
     process.send_signal(signal.SIGUSR1)
     assert process.wait(5) == 138
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+SLOW = """
+import time
+import torch
+from tests.crash.tasks.torch_task import *
+from tests.crash.tasks.torch_task import loss as quick
+
+def loss(model, batch):
+    time.sleep(0.2)
+    return quick(model, batch)
+"""
+
+
+@pytest.mark.skipif(not hasattr(errors, "Interrupted"), reason="steps cannot be interrupted in their middle yet")
+def test_in_the_middle_of_a_window(tmp_path):
+    """The window has six micro-batches of 0.2 s: what is there of it is saved, and completed later."""
+    task, log, out = tmp_path / "slow.py", tmp_path / "log.txt", tmp_path / "run"
+    task.write_text(SLOW)
+    assert start(["train", task, "--out", tmp_path / "whole", "--steps", 4], log).wait(120) == 0
+    process = start(["train", task, "--out", out, "--steps", 4], log)
+    wait_for_steps(process, out / "history.jsonl", 2, log)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143, log.read_text()
+    saved = newest(out)
+    assert saved.step == num_lines(out / "history.jsonl") == 2
+    assert 0 < len(saved.state["engine"]["accumulator"]["window"]["losses"]) < 6
+    assert start(["train", task, "--resume", out, "--steps", 4], log).wait(120) == 0
+    assert differences(tmp_path / "whole", out) == []

@@ -1,0 +1,59 @@
+"""--on-nonfinite: what a gradient that is not finite does to a run."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from bigbatch.torch import Accumulator
+
+from .command import history_of, run, summary_of, train, write_task
+
+BAD = """
+good = batches
+def batches(batch_size, epoch, seed):
+    for number, (x, y) in enumerate(good(batch_size, epoch, seed)):
+        yield (x / 0 if number == 2 and epoch == 0 else x), y
+"""
+is_built = pytest.mark.skipif(
+    "on_nonfinite" not in inspect.signature(Accumulator).parameters, reason="the accumulator has no on_nonfinite yet"
+)
+
+
+def test_skip(tmp_path: Path) -> None:
+    train(write_task(tmp_path, BAD), tmp_path / "run", "--no-compare", "--epochs", 2)
+    assert [step["is_applied"] for step in history_of(tmp_path / "run")] == [True, True, False, *[True] * 5]
+
+
+@is_built
+def test_stop_saves_and_has_a_code_of_its_own(tmp_path: Path) -> None:
+    task, out = write_task(tmp_path, BAD), tmp_path / "run"
+    done = run("train", task, "--out", out, "--epochs", 2, "--on-nonfinite", "stop")
+    assert done.returncode == 5, done.stderr
+    assert summary_of(out)["status"] == "stopped"
+    assert summary_of(out)["full_batch"] is None
+    assert [step["is_applied"] for step in history_of(out)] == [True, True, False]
+    assert "stopped" in (out / "report.html").read_text()
+    done = run("train", task, "--resume", out, "--on-nonfinite", "skip", "--no-compare")
+    assert done.returncode == 0, done.stderr
+    assert summary_of(out)["status"] == "finished"
+    train(task, tmp_path / "skipped", "--no-compare", "--epochs", 2)
+    assert history_of(out) == history_of(tmp_path / "skipped")
+
+
+@is_built
+def test_raise_is_a_sentence(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = run("train", write_task(tmp_path, BAD), "--out", out, "--on-nonfinite", "raise", "--checkpoint-every", 1)
+    assert done.returncode == 2, done.stderr
+    assert "0.weight" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(history_of(out)) == 2
+    assert list((out / "checkpoints").glob("0*"))
+
+
+@pytest.mark.parametrize("framework", ["keras", "jax"])
+def test_where_steps_are_only_skipped(framework: str, tmp_path: Path) -> None:
+    done = run("train", "digits", "--framework", framework, "--out", tmp_path / "run", "--on-nonfinite", "stop")
+    assert done.returncode == 2
+    assert f"--on-nonfinite stop is for torch and tensorflow, and digits is a task of {framework}" in done.stderr
