@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..core import errors as core_errors
 from ..core.checkpoint import Every
-from ..core.errors import BatchError
+from ..core.errors import BatchError, Interrupted
 from ..core.step import History
 from ..core.window import shares
 from . import compare, randomness, report
@@ -25,7 +24,6 @@ from .tensorboard import EventFile
 
 PLACE = ("num_steps", "num_samples", "num_applied", "seconds")
 """How far a run has come, beside its place in the data."""
-Interrupted: type[Exception] | tuple[()] = getattr(core_errors, "Interrupted", ())
 
 
 class Training:
