@@ -55,7 +55,7 @@ class RunFolder:
 
     def _add(self, name: str, record: Mapping[str, Any]) -> None:
         if name not in self._open:
-            self._open[name] = (self.path / name).open("a", encoding="utf-8")
+            self._open[name] = (self.path / name).open("a+", encoding="utf-8")
         self._open[name].write(json.dumps(to_json(record), allow_nan=False) + "\n")
         self._open[name].flush()
 
@@ -65,9 +65,11 @@ class RunFolder:
         self._open = {}
 
     def history(self) -> bytes:
-        """What is in the history so far."""
-        path = self.path / HISTORY
-        return path.read_bytes() if path.exists() else b""
+        """What is in the history so far; of the file that we opened, whatever has that name now."""
+        if HISTORY not in self._open:
+            return (self.path / HISTORY).read_bytes()
+        self._open[HISTORY].seek(0)  # what is added goes to the end all the same
+        return self._open[HISTORY].read().encode()
 
     def begin_with(self, history: bytes) -> None:
         """The history as it was when the run was saved, whatever became of the file; and as many times."""
@@ -83,10 +85,8 @@ class RunFolder:
         """The checkpoints of the run."""
         return Store(self.path / CHECKPOINTS, to_array=to_array, from_array=from_array)
 
-    def refuse_other_states(self) -> None:
-        """What cannot be gone on with; a run that was killed before its first checkpoint can."""
-        if (self.path / CHECKPOINTS).exists():
-            return
+    def refuse_without_checkpoint(self) -> None:
+        """What cannot be begun anew; a run that was killed before its first checkpoint can."""
         if (self.path / STATE_BEFORE).exists():
             raise StateError(
                 f"{self.path} was left by an older version of bigbatch, whose {STATE_BEFORE}/ is not read any more: go "
@@ -94,7 +94,7 @@ class RunFolder:
             )
         if (self.path / SUMMARY).exists():
             raise StateError(
-                f"{self.path} holds a run that ended but no {CHECKPOINTS}/ to go on from: start anew without --resume"
+                f"{self.path} holds a run that ended but no checkpoint to go on from: start anew without --resume"
             )
 
     def clear(self) -> None:

@@ -1,6 +1,8 @@
 """What a run shows: a bar in a terminal, lines elsewhere, or nothing."""
 
 import math
+import os
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -56,6 +58,11 @@ class Screen:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+    def leave(self) -> None:
+        """For a process that ends at once: gives back the cursor, which the bar hides, and waits for nobody."""
+        if self._progress is not None:
+            os.write(sys.stderr.fileno(), b"\x1b[?25h\n")
 
     def note(self, text: str) -> None:
         self.console.print(text, soft_wrap=True, markup=False)

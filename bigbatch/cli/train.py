@@ -58,9 +58,9 @@ class Training:
 
     def resume(self) -> None:
         """Takes up the newest checkpoint; a run that was killed before it had one begins anew."""
-        self.folder.refuse_other_states()
         found = self.store.load()
         if found is None:
+            self.folder.refuse_without_checkpoint()
             self.screen.note(f"{self.folder.path} has no checkpoint yet: starting with the first step")
         else:
             self.engine.load(found.state["engine"])
@@ -98,13 +98,14 @@ class Training:
 
     def run(self) -> int:
         """Trains to the end; returns the exit code of a run that ended before, else 0."""
+        self.store.claim()
         self.folder.begin_with(self._history)
         events = EventFile(self.folder.path) if self.config.tensorboard else None
         self.screen.start(self.task.name, self.total, self.num_steps)
         began = time.perf_counter() - self.seconds
         is_in_step = False
         try:
-            with Interruption(self.engine.interrupt, self.screen.end) as interruption:
+            with Interruption(self.engine.interrupt, self.screen.leave) as interruption:
                 try:
                     while not self._is_done() and not interruption.is_agreed and not self.engine.is_stopped:
                         self._run_epoch(began, interruption, events)

@@ -177,6 +177,10 @@ class Store:
             os.close(self._lock)
             self._lock = None
 
+    def claim(self) -> None:
+        """Keeps other processes from writing here, from now on; refuses if one does."""
+        self._refuse_two()
+
     def _refuse_two(self) -> None:
         """One process at a time: the lock goes with the process, however it ends, and not to those that it forks."""
         if self._lock is not None or fcntl is None or self.is_read_only:

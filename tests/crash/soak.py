@@ -4,6 +4,7 @@ python -m tests.crash.soak --kills 200 --framework torch --report build/soak.md
 """
 
 import argparse
+import os
 import random
 import sys
 import tempfile
@@ -125,6 +126,9 @@ def main():
         import bigbatch.cli.train  # noqa: F401
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        # XLA compiles in the undisturbed run; those that are killed find what it compiled
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/compiled"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         task = given.task or TASKS / f"{given.framework}_task.py"
         soak = Soak(task, Path(folder), given.kills, max(40, 2 * given.kills), given.seed, is_forked=is_forked)
         different = soak.run()

@@ -71,7 +71,7 @@ def loss(model, batch):
 """
 
 
-def test_a_second_signal_ends_at_once(tmp_path):
+def test_a_second_process_is_refused_and_a_second_signal_ends_at_once(tmp_path):
     """A loss that never returns: the first signal waits for it, the second, of another kind, does not."""
     task = tmp_path / "stuck.py"
     task.write_text("import torch" + STUCK.replace("time.sleep(600)", "(open(__file__ + '.in', 'w'), time.sleep(600))"))
@@ -81,6 +81,8 @@ def test_a_second_signal_ends_at_once(tmp_path):
         assert process.poll() is None, (tmp_path / "log.txt").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    assert start(["train", task, "--resume", tmp_path / "run"], tmp_path / "other.txt").wait(60) == 2
+    assert "another process trains in" in (tmp_path / "other.txt").read_text()
     process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     assert process.poll() is None
