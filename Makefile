@@ -4,8 +4,9 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable
 ALL := '.[torch,tensorflow,keras,jax,cli]'
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
-RANKS := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone
+ONE_THREAD := OMP_NUM_THREADS=1
+PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+RANKS := $(ONE_THREAD) $(BIN)/torchrun --standalone
 ON_FOUR_RANKS := not views and not small and not verify
 export TF_CPP_MIN_LOG_LEVEL := 3
 

@@ -1,6 +1,7 @@
 """The optimizer's step as a CUDA graph, where the optimizer allows it."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ class CapturedOptimizer:
             return False
         if self._graph is None and not self._has_failed:
             try:
-                self._graph = record(self._optimizer.step, self._device, self._pool())
+                with marked_capturable(self._optimizer.param_groups):
+                    self._graph = record(self._optimizer.step, self._device, self._pool())
             except CaptureError:  # nothing was run, so the step can still be made
                 self._has_failed = True
         if self._graph is None:
@@ -47,12 +49,18 @@ class CapturedOptimizer:
         return True
 
     def _can_be_recorded(self) -> bool:
-        """SGD has no state on the host; others of torch's have none with capturable=True. Hooks would not be called."""
+        """SGD has no state on the host, nor have others of torch's that are fused or made with capturable=True.
+
+        Hooks would not be called.
+        """
         optimizer = self._optimizer
         kind = type(optimizer)
         return (
             kind.__module__.startswith("torch.optim.")
-            and all(group.get("capturable", is_plain_sgd(kind, group)) for group in optimizer.param_groups)
+            and all(
+                group["capturable"] or group.get("fused") if "capturable" in group else is_plain_sgd(kind, group)
+                for group in optimizer.param_groups
+            )
             and not has_hooks(optimizer)
         )
 
@@ -71,6 +79,19 @@ class CapturedOptimizer:
 def is_plain_sgd(kind: type, group: dict[str, Any]) -> bool:
     """One that has no state on the host, unless it reads its learning rate from a tensor."""
     return kind is torch.optim.SGD and not isinstance(group["lr"], Tensor)
+
+
+@contextmanager
+def marked_capturable(groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Torch insists on the mark, which changes nothing for those that are fused (2.11, 2.13)."""
+    unmarked = [group for group in groups if group.get("capturable") is False]
+    for group in unmarked:
+        group["capturable"] = True
+    try:
+        yield
+    finally:
+        for group in unmarked:
+            group["capturable"] = False
 
 
 def _seen(value: Any) -> Hashable:

@@ -17,7 +17,7 @@ PLAIN = frozenset({bool, int, float, complex, str, bytes, NoneType, torch.dtype,
 MAX_LENGTH = 64
 """Of a list or a dict that is looked into: a vocabulary is not read word by word before each window."""
 DATA_PARALLEL = "torch.nn.parallel.distributed"
-PARTS = frozenset({"_parameters", "_buffers", "_modules"})
+PARTS = ("_parameters", "_buffers", "_modules")
 NOT_LOOKED_INTO = frozenset({"torch", "bigbatch", "numpy", "logging"})
 
 
@@ -52,8 +52,8 @@ def _look(values: Iterable[Any], found: list[Any], seen: set[int]) -> None:
         if kind in PLAIN:
             found.append(value)
         elif kind is dict or kind is OrderedDict:
-            found.append(len(value))
-            if 0 < len(value) <= MAX_LENGTH:
+            found.append(num := len(value))
+            if 0 < num <= MAX_LENGTH:
                 found += [key if type(key) in PLAIN else id(key) for key in value]
                 _look(value.values(), found, seen)
         elif isinstance(value, Tensor):
@@ -73,9 +73,10 @@ def _look(values: Iterable[Any], found: list[Any], seen: set[int]) -> None:
 def _held_by(value: Any) -> Iterable[Any]:
     """What an object has; of a function, what it brings along."""
     if isinstance(value, nn.Module):
-        parts = [*value._parameters.values(), *value._buffers.values(), *value._modules.values()]  # however many
+        own = vars(value).copy()
+        parts = [part for name in PARTS for part in own.pop(name).values()]  # however many
         is_wrapper = type(value).__module__ == DATA_PARALLEL  # whose own values say where in a window it is
-        return parts if is_wrapper else [*parts, *(v for name, v in vars(value).items() if name not in PARTS)]
+        return parts if is_wrapper else [*parts, *own.values()]
     if isinstance(value, type | ModuleType) or _package(value) in NOT_LOOKED_INTO:
         return ()
     if isinstance(value, FunctionType | MethodType | functools.partial):

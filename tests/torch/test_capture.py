@@ -6,7 +6,7 @@ from torch import nn
 
 from bigbatch import CaptureError, OptionError
 from bigbatch.torch import Accumulator
-from bigbatch.torch.captured_optimizer import CapturedOptimizer
+from bigbatch.torch.captured_optimizer import CapturedOptimizer, marked_capturable
 from bigbatch.torch.graph import rehearsed
 
 
@@ -39,6 +39,19 @@ def test_a_learning_rate_on_the_host_is_read_as_a_number() -> None:
     assert captured._surroundings() == before
     rate.fill_(0.2)
     assert captured._surroundings() != before
+
+
+@pytest.mark.parametrize(
+    ("options", "is_captured"), [({}, False), ({"capturable": True}, True), ({"fused": True}, True)]
+)
+def test_which_optimizers_can_be_recorded(options: dict[str, bool], is_captured: bool) -> None:
+    optimizer = torch.optim.AdamW(nn.Linear(3, 1).parameters(), **options)
+    captured = CapturedOptimizer(optimizer, torch.device("cuda", 0), lambda: None)
+    assert bool(captured._can_be_recorded()) == is_captured
+    before = dict(optimizer.param_groups[0])
+    with marked_capturable(optimizer.param_groups):
+        assert optimizer.param_groups[0]["capturable"]
+    assert optimizer.param_groups[0] == before
 
 
 def test_an_error_that_only_the_rehearsal_has_is_told_with_its_line() -> None:

@@ -135,14 +135,20 @@ OPTIMIZERS = {
     "momentum": lambda m: sgd(m, momentum=0.9, weight_decay=0.1),
     "adamw, foreach": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, capturable=True),
     "adamw, fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, capturable=True, fused=True),
+    "adamw, fused, not marked": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True),
+    "adam, fused, not marked": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, amsgrad=True, fused=True),
     "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-2, capturable=True),
 }
+
+
+MARKED = ("adamw, foreach", "adamw, fused", "rmsprop")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_optimizer_is_captured_too(name: str) -> None:
     _, ours = side_by_side(optimizer=OPTIMIZERS[name], steps=8, clip_norm=0.1)
     assert ours._captured_optimizer._graph is not None
+    assert bool(ours.optimizer.param_groups[0].get("capturable")) == (name in MARKED)
 
 
 @pytest.mark.parametrize("place", ["cuda", "cpu", None])
