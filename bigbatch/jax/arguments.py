@@ -203,9 +203,9 @@ def checked_weight(weight: Any, dtype: Any) -> Any:
     if is_number(weight):
         return check_weight((as_plain(weight),), of="a micro-batch")[0]
     if not isinstance(weight, jax.Array | np.ndarray) or not is_real(weight.dtype):
-        kind = f"array of {weight.dtype}" if hasattr(weight, "dtype") else type(weight).__name__
+        kind = f"an array of {weight.dtype}" if hasattr(weight, "dtype") else f"a {type(weight).__name__}"
         raise WeightError(
-            f"the weight is a {kind}: return a number, an array of numbers, or a tuple, one for each term"
+            f"weight returned {kind}: return a number, an array of numbers, or a tuple, one for each term"
         )
     if isinstance(weight, np.ndarray):
         check_weight(tuple(weight.ravel().tolist()), of="a micro-batch")
