@@ -11,6 +11,9 @@ from ..core.weight import Reduction, Terms, as_plain, as_terms, check_terms, che
 from .agreement import Agreed
 
 Weight = Callable[[Any], Any]
+SUMMED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+SUMMED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+"""What torch can compare and add up: uint64 and float8 it cannot (2.13)."""
 
 
 class Scales(dict[Terms, Terms]):
@@ -66,6 +69,13 @@ def _sum(weight: Tensor) -> Tensor:
 
     If one sample counts less than nothing, others must not hide it: the sum is then no number.
     """
+    if weight.is_meta or weight.is_quantized or weight.is_nested or weight.layout is not torch.strided:
+        raise WeightError(
+            f"the weight is a tensor on {weight.device.type} with {weight.dtype} and {weight.layout}, whose values "
+            "cannot be added up: return a number or a plain dense tensor"
+        )
+    if weight.dtype not in SUMMED:
+        weight = weight.to(_widest(weight))
     if weight.numel() > 1 and not weight.is_complex() and weight.dtype is not torch.bool:
         is_negative = (weight < 0).any()
         if not weight.is_cpu:

@@ -37,6 +37,8 @@ BAD: dict[str, tuple[dict[str, Any], type[BigBatchError], str]] = {
         r"1 of 3 samples have a weight below 0 \(-1 is the lowest\)",
     ),
     "a weight that is no number": ({"weight": lambda b: torch.tensor([1.0, torch.nan])}, WeightError, "is nan"),
+    "sparse weight": ({"weight": lambda b: torch.ones(3).to_sparse()}, WeightError, "on cpu with torch.float32 and"),
+    "weight on meta": ({"weight": lambda b: torch.ones((), device="meta")}, WeightError, "a tensor on meta"),
     "complex weight": ({"weight": lambda b: torch.tensor(1j)}, WeightError, "is 1j"),
 }
 
