@@ -144,6 +144,7 @@ class Accumulator(Feeding):
             if self._so_far is not None:
                 self._so_far.check_same(weights)
                 self._so_far.check_unchanged(self._turns.seen())
+                self._so_far.check_trainable(self._gradients.parameters)
         passes = [
             (micro_batch, weight)
             for micro_batch, weight in zip(micro_batches, weights, strict=True)

@@ -52,11 +52,15 @@ class Feeding(Passes):
             self._check_nonfinite()
             self._refuse_so_far("micro_batch()")
             self._stop_before_beginning("micro-batch")
+            num_wanted = steps_at(self.accumulation_steps, self.num_steps)
             window = self._window_for(terms)
+            self._tell_batch_norm(len(window) + 1)
             micro = MicroBatch(lambda micro, loss: self._feed(micro, window, as_terms(loss), terms))
             try:
                 with self._replicas.passing(is_last=False), self._precision.autocast():
                     yield micro
+                micro.check_fed()
+                self._open = window
             except BaseException as error:
                 if micro.has_begun:
                     self._open = None
@@ -67,12 +71,9 @@ class Feeding(Passes):
                     )
                 raise
             finally:
+                micro.is_over = True
                 window.seen = self._turns.seen()  # what a pass does to parameters is the model's own business
-            if not micro.has_begun:
-                raise OrderError("micro.backward(loss) was not called in this micro-batch: call it once in the block")
-            self._open = window
-            self._tell_batch_norm(len(window))
-            if len(window) >= steps_at(self.accumulation_steps, self.num_steps):
+            if len(window) >= num_wanted:
                 micro.step = self._close(is_ending=False)
 
     def _refuse_so_far(self, call: str) -> None:
@@ -102,10 +103,12 @@ class Feeding(Passes):
         self._replicas.see_loss(is_low=is_any_low)
         # with a scaler, a large weight would overflow in float16
         is_outside = is_any_low or (self.scaler is not None and not self._replicas.is_sharded)
+        self._gradients.refuse_foreign()
+        window.check_trainable(self._gradients.parameters)
+        micro.has_begun = True
         for t, (loss, sums) in enumerate(zip(losses, window.sums, strict=True)):
             keep_graph = t < len(losses) - 1
             with self._gradients.collecting(sums) as collection:
-                micro.has_begun = True
                 if is_outside:
                     self._add_unscaled(loss, scale[t], collection, keep_graph=keep_graph)
                 else:
@@ -114,6 +117,7 @@ class Feeding(Passes):
                     collection.added()
         window.tally.add(weight)
         window.losses.append(values_of(losses))
+        micro.is_fed = True
 
     def flush(self) -> Step | None:
         """Makes the step of the window that is open, however short; None if none is.

@@ -61,13 +61,12 @@ class Gradients:
 
     @contextmanager
     def collecting(self, sums: Sums) -> Iterator["Collection"]:
-        """Inside, backward passes add to `sums`; before and after, .grad is None.
+        """Inside, backward passes add to `sums`; before (see `refuse_foreign`) and after, .grad is None.
 
         Keeping the sums away from .grad between the blocks of a window makes a stray `optimizer.zero_grad()` in the
         user's loop harmless. If anything is raised inside, the sums are half added to: they are emptied.
         """
         parameters = self.parameters
-        self.refuse_foreign(parameters)
         wide = [p for p in parameters if _promoted(p.dtype, self._dtype) != p.dtype]
         restore = [_widen(p, self.wide_dtype(p), sums) for p in wide]
         by_hook: Container[Tensor] = () if HAS_GRAD_DTYPE else set(wide)
@@ -85,13 +84,14 @@ class Gradients:
             for undo in restore:
                 undo()
 
-    def refuse_foreign(self, parameters: Sequence[Tensor]) -> None:
+    def refuse_foreign(self) -> None:
         """Refuses gradients that somebody else left. Zeros (`zero_grad(set_to_none=False)`) are let go."""
+        parameters = self.parameters
         foreign = [p for p in parameters if p.grad is not None]
         if not foreign:
             return
         with torch.no_grad():
-            nonzero = [p for p in foreign if bool((_values(p.grad) != 0).any())]  # type: ignore[arg-type]
+            nonzero = [p for p in foreign if bool((_values(p.grad) != 0).any())]
         if nonzero:
             raise GradientError(
                 f"{len(nonzero)} of {len(parameters)} parameters hold a gradient that is not of this window "
@@ -178,8 +178,9 @@ def norm(sums: Sums) -> float:
         return norm_over_ranks(list(sums.values()))
     total = _norm(torch._foreach_norm(tensors))
     if not math.isfinite(total) and all(bool(torch.isfinite(t).all()) for t in tensors):
-        # finite numbers whose squares are too large for float32
-        total = _norm(torch._foreach_norm([t.double() for t in tensors]))
+        # finite numbers whose squares are too large
+        largest = max(float(t.abs().max()) for t in tensors if t.numel())
+        total = largest * _norm(torch._foreach_norm([t.double() / largest for t in tensors]))
     return total
 
 
@@ -234,16 +235,20 @@ class Collection:
         self._sparse: list[Tensor] | None = None
         self._watched: Tensor | None = None
         self._seen: tuple[Tensor | None, int] = (None, 0)
+        self._watch()
 
     def check(self) -> None:
         """Before a backward pass: what was added up so far must still be there."""
-        if self._watched is not None:
+        if self._watched is None:
+            is_changed = any(p.grad is not None for p in self.parameters)
+        else:
             gradient, version = self._seen
-            if self._watched.grad is not gradient or (gradient is not None and gradient._version != version):
-                raise GradientError(
-                    "gradients were zeroed or changed by the loss in the middle of a window, which loses the "
-                    "micro-batches before: leave zero_grad() and backward() out of the loss"
-                )
+            is_changed = self._watched.grad is not gradient or (gradient is not None and gradient._version != version)
+        if is_changed:
+            raise GradientError(
+                "gradients were zeroed or changed by the loss in the middle of a window, or by another thread, so they "
+                "are not those of the batch: leave zero_grad() and backward() out of the loss"
+            )
 
     def in_units_of(self, unit: Any) -> None:
         """Before a backward pass: what it adds counts `unit`, so what is there is brought to that measure."""

@@ -55,6 +55,7 @@ class Passes(Update):
         is_overlapping = self._replicas.is_shared and capture is None
         micro_batches = [micro_batch for micro_batch, _ in passes[len(losses) :]]
         self._replicas.begin(micro_batches, agreed)
+        self._gradients.refuse_foreign()
         with self._replicas.window(), self._gradients.collecting(sums) as collection:
             for number, micro_batch in enumerate(self._transfer.arriving(micro_batches), len(losses)):
                 weight = passes[number][1]
@@ -93,6 +94,7 @@ class Passes(Update):
         if self._capture is not None:  # recorded passes add to memory of their own
             window.sums[0].update({p: g.clone() for p, g in window.sums[0].items()})
         window.loss_scale, window.seen = self._precision.loss_scale(), self._turns.seen()
+        window.check_trainable(self._gradients.parameters)
         self._so_far = window
         self.is_interrupted = False
         return Interrupted(

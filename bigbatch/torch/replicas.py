@@ -162,7 +162,7 @@ class Shared(Replicas):
                 f"({gradients.name(strange[0])} first) are not reduced over ranks: have them in the model, trainable "
                 "and not ignored, when it is wrapped"
             )
-        gradients.refuse_foreign(held)
+        gradients.refuse_foreign()
 
     def sum_losses(self, losses: Sequence[Sequence[Any]], by: list[Terms], num_terms: int) -> Callable[[], Terms]:
         """Every rank takes part, so it starts at once, whether or not somebody will ask."""

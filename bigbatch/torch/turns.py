@@ -1,5 +1,6 @@
 """Two users at once: who trains parameters has them to himself until the call is done; what changed is noticed."""
 
+import functools
 import itertools
 import operator
 import os
@@ -18,9 +19,8 @@ class Turn:
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.lock = threading.Lock()
-        self.holder: int | None = None
-        """The thread that has it."""
+        self.held_by: dict[None, weakref.ref[Taken]] = {}
+        """The call that has it, if any: a dict, since `setdefault` asks and takes in one go."""
         self.num_changes = 0
         """How often the parameters were stepped: fused and captured optimizers leave no trace on them (torch 2.13)."""
         self.is_torn = False
@@ -28,8 +28,43 @@ class Turn:
 
     def start_anew_in_child(self) -> None:
         """A fork takes only its own thread along: what any other was doing is never finished here."""
-        if self.holder not in (None, threading.get_ident()):
-            self.lock, self.holder, self.is_torn = threading.Lock(), None, True
+        if (mark := self.held_by.get(None)) and not is_of_this_thread(mark):
+            self.held_by, self.is_torn = {}, True
+
+
+class Taken:
+    """One call that wants these turns; it has all of them inside of its block, or is refused.
+
+    Turns know it by a weak reference: if Ctrl-C comes just before they are given back, they are free all the same.
+    """
+
+    def __init__(self, turns: list[Turn], call: str) -> None:
+        self._turns = turns
+        self._call = call
+        self._mark: Any = weakref.ref(self, functools.partial(give_back, turns))
+        self.thread = threading.get_ident()
+
+    def __enter__(self) -> None:
+        for turn in self._turns:
+            mark = turn.held_by.setdefault(None, self._mark)
+            if turn.is_torn or mark is not self._mark:
+                self.__exit__()
+                raise OrderError(refusal(self._call, is_torn=turn.is_torn, is_own=is_of_this_thread(mark)))
+
+    def __exit__(self, *_: Any) -> None:
+        give_back(self._turns, self._mark)
+        self._mark = None
+
+
+def give_back(turns: list[Turn], mark: "weakref.ref[Taken]") -> None:
+    for turn in turns:
+        if turn.held_by.get(None) is mark:
+            del turn.held_by[None]
+
+
+def is_of_this_thread(mark: "weakref.ref[Taken]") -> bool:
+    holder = mark()
+    return holder is not None and holder.thread == threading.get_ident()
 
 
 _handing_out = threading.Lock()
@@ -61,39 +96,22 @@ class Turns:
         """Those whose memory has one place: shards may be moved about."""
 
     def _hand_out(self) -> None:
-        """A parameter has the turn that it has with others who train it; those that have none get one in common."""
+        """A parameter keeps its turn, or has that of others who train it; those that have none get one in common."""
         parameters = self._gradients.parameters
         with _handing_out:
             fresh = Turn()
-            known = [others.by_parameter for others in _live if others is not self]
+            known = [self.by_parameter, *(others.by_parameter for others in _live)]
             self.by_parameter = {p: next((turns[p] for turns in known if p in turns), fresh) for p in parameters}
             _live.add(self)
-        self._num_groups = self._gradients.num_groups
-        self._plain = [p for p in parameters if type(p) is nn.Parameter and not p.is_sparse]
-        # In the order in which they were made: of two who want several, one gets them
-        self._turns = sorted(set(self.by_parameter.values()), key=lambda turn: turn.number)
+            self._plain = [p for p in parameters if type(p) is nn.Parameter and not p.is_sparse]
+            # In the order in which they were made: of two who want several, one gets them
+            self._turns = sorted(set(self.by_parameter.values()), key=lambda turn: turn.number)
+            self._num_groups = self._gradients.num_groups  # last: from here on nobody waits for this
 
-    def take(self, call: str) -> "Turns":
+    def take(self, call: str) -> Taken:
         if self._num_groups != self._gradients.num_groups:
             self._hand_out()
-        mine = threading.get_ident()
-        for turn in self._turns:
-            if turn.is_torn or not turn.lock.acquire(False):
-                holder, is_torn = turn.holder, turn.is_torn
-                self._give_back(self._turns.index(turn))
-                raise OrderError(refusal(call, is_torn=is_torn, is_own=holder == mine))
-            turn.holder = mine
-        return self
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: Any) -> None:
-        self._give_back(len(self._turns))
-
-    def _give_back(self, num: int) -> None:
-        for turn in self._turns[:num]:
-            turn.holder = None
-            turn.lock.release()
+        return Taken(self._turns, call)
 
     def changed(self) -> None:
         """Says to all who share the parameters that they are not what they were."""

@@ -80,9 +80,9 @@ class Update:
         if has_weight and self._nonfinite.minds_losses:
             terms = losses = _known(losses())
         outcome = self._finish(sums, losses) if has_weight else None
+        self.num_steps += 1
         if self.scheduler is not None and outcome is not None and outcome.is_applied():
             self.scheduler.step()
-        self.num_steps += 1
         if self._pending is None:  # else it is said when the next step begins
             self._nonfinite.check(self.num_steps)
         return Step(

@@ -1,5 +1,6 @@
 """A window that is fed one micro-batch at a time: what it holds, and how it is saved."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ class OpenWindow:
     """What a GradScaler multiplied losses by when the window began."""
     seen: list[int] | None = None
     """What the parameters looked like after the last micro-batch; None if it was taken up from a state."""
+    trainable: list[bool] | None = None
+    """Which parameters the micro-batches so far gave gradients to; None before the first, and from a state."""
     is_of_step: bool = False
     """Whether it is what step() has so far: all weights of the batch, one sum, the losses of what is done."""
 
@@ -60,6 +63,18 @@ class OpenWindow:
                 "change them between windows, or call forget() to drop this one"
             )
 
+    def check_trainable(self, parameters: Sequence[Tensor]) -> None:
+        """Refuses to add up gradients of more or fewer parameters than before."""
+        before, self.trainable = self.trainable, [p.requires_grad for p in parameters]
+        if before is not None and before != self.trainable:
+            num = sum(map(operator.ne, before, self.trainable))
+            self.trainable = before
+            raise OrderError(
+                f"{num} of {len(parameters)} parameters were frozen or unfrozen in the middle of a window of "
+                f"{len(self)} micro-batches, so their gradients would be those of a part of it: "
+                "call requires_grad_() between windows, or forget() to drop this one"
+            )
+
     def check_scale(self, now: Tensor | None) -> None:
         """Refuses to add up what was scaled differently."""
         if now is not None and self.loss_scale is not None and float(now) != float(self.loss_scale):
@@ -71,6 +86,10 @@ class OpenWindow:
 
     def __len__(self) -> int:
         return len(self.tally.weights)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is of other parameters, which nobody has looked at."""
+        return {**vars(self), "seen": None}
 
     def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
         """Copies, so that going on does not change what was saved."""
@@ -132,14 +151,30 @@ class MicroBatch:
     def __init__(self, feed: Callable[["MicroBatch", Any], None]) -> None:
         self._feed = feed
         self.has_begun = False
+        """Whether something may have been added."""
+        self.is_fed = False
+        """Whether all of it was."""
+        self.is_over = False
         self.step: Step | None = None
         """The step that this micro-batch completed, once the block has ended; None if its window goes on."""
 
     def backward(self, loss: Any) -> None:
         """Adds the gradient of this micro-batch's loss, a mean over its `weight`, to the window."""
+        if self.is_over:
+            raise OrderError("micro.backward was called after its block, where nothing is added: call it in the block")
         if self.has_begun:
             raise OrderError("micro.backward was called twice in one micro-batch: add the losses up before")
         self._feed(self, loss)
+
+    def check_fed(self) -> None:
+        """At the end of the block. What `backward` raised may have been caught inside of it."""
+        if not self.has_begun:
+            raise OrderError("micro.backward(loss) was not called in this micro-batch: call it once in the block")
+        if not self.is_fed:
+            raise OrderError(
+                "micro.backward(loss) failed in this micro-batch, and the block went on: "
+                "catch the error outside of the block, and begin the window anew"
+            )
 
 
 def values_of(losses: Terms) -> list[Any]:

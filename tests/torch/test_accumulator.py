@@ -1,6 +1,8 @@
 """What a step is made of: order of calls, options, schedules, bad input. Nothing is changed by an error."""
 
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -132,6 +134,11 @@ def test_weights_per_sample_are_added_up(one_at_a_time: bool) -> None:
     assert step.weight == pytest.approx(s.sum().item())
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.bool, torch.int8])
+def test_weights_of_any_dtype_are_added_up(dtype: torch.dtype) -> None:
+    assert make(weight=lambda batch: torch.ones(len(batch[1])).to(dtype)).step(make_batch()).weight == 11
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_in_low_precision_are_added_up_exactly(dtype: torch.dtype) -> None:
     step = make(micro_batch_size=4000, weight=lambda batch: torch.ones(len(batch[1]), dtype=dtype) * 20).step(
@@ -200,6 +207,18 @@ def test_a_schedule_counts_steps_not_micro_batches() -> None:
     for _ in range(3):
         accumulator.step(make_batch())
     assert optimizer.param_groups[0]["lr"] == 0.5**3
+
+
+def test_a_schedule_that_fails_does_not_undo_the_count_of_what_was_applied() -> None:
+    accumulator = make()
+    accumulator.scheduler = torch.optim.lr_scheduler.OneCycleLR(accumulator.optimizer, 0.1, total_steps=2)
+    for _ in range(2):
+        accumulator.step(make_batch())
+    before = snapshot(accumulator)
+    with pytest.raises(ValueError, match="Tried to step 3 times"):
+        accumulator.step(make_batch())
+    assert not torch.equal(snapshot(accumulator)[0], before[0])
+    assert accumulator.num_steps == 3
 
 
 def test_several_parameter_groups_and_one_that_is_added_later() -> None:
@@ -477,6 +496,49 @@ def test_a_backward_that_fails_halfway_leaves_nothing_behind() -> None:
     assert_exact_step(accumulator)
 
 
+def test_a_backward_that_fails_drops_the_window_though_the_block_goes_on() -> None:
+    accumulator = make(accumulation_steps=3)
+    before = snapshot(accumulator)
+    feed_once(accumulator)
+    with pytest.raises(OrderError, match=r"micro\.backward\(loss\) failed in this micro-batch") as caught:  # noqa: SIM117
+        with accumulator.micro_batch(weight=3) as micro:
+            with suppress(RuntimeError):
+                micro.backward(FailsInBackward.apply(loss(accumulator.model, make_batch())))
+    assert "the window of 1 micro-batches was dropped" in caught.value.__notes__[0]
+    assert accumulator.flush() is None
+    assert_untouched(accumulator, before)
+    assert_exact_step(accumulator)
+
+
+def test_backward_after_its_block_is_refused() -> None:
+    accumulator = make(accumulation_steps=3)
+    feed_once(accumulator)
+    with pytest.raises(ZeroDivisionError), accumulator.micro_batch(weight=3) as micro:
+        raise ZeroDivisionError
+    with pytest.raises(OrderError, match="called after its block"):
+        micro.backward(loss(accumulator.model, make_batch()))
+    assert accumulator.flush().weight == 11
+
+
+def test_what_is_raised_around_a_micro_batch_comes_before_it_is_added() -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(model, optimizer, accumulation_steps=lambda step: [3][step])
+    feed_once(accumulator)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(BigBatchWarning, match="BatchNorm"):
+            feed_once(accumulator)
+    model[1].eval()
+    feed_once(accumulator)
+    feed_once(accumulator)
+    assert accumulator.num_steps == 1
+    for _ in range(2):
+        with pytest.raises(IndexError):  # of the ramp
+            feed_once(accumulator)
+    assert accumulator.flush() is None
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("one_at_a_time", [False, True])
 def test_a_gradient_that_is_not_finite_is_kept_out_and_said(bad: float, one_at_a_time: bool) -> None:
@@ -499,13 +561,14 @@ def test_a_gradient_that_is_not_finite_is_kept_out_and_said(bad: float, one_at_a
     assert_exact_step(accumulator)
 
 
-def test_a_gradient_too_large_to_square_is_still_finite() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
-    accumulator = Accumulator(model, optimizer, lambda m, b: (m(b) * 1e30).mean(), 2)
-    step = accumulator.step(torch.ones(5, 1))
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e30), (torch.float64, 1e200)])
+def test_a_gradient_too_large_to_square_is_still_finite(dtype: torch.dtype, size: float) -> None:
+    model = nn.Linear(1, 1, bias=False, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1 / size)
+    accumulator = Accumulator(model, optimizer, lambda m, b: (m(b) * size).mean(), 2)
+    step = accumulator.step(torch.ones(5, 1, dtype=dtype))
     assert step.is_applied
-    assert step.grad_norm == pytest.approx(1e30, rel=1e-6)
+    assert step.grad_norm == pytest.approx(size, rel=1e-6)
 
 
 def test_batch_norm_is_told_about_once() -> None:

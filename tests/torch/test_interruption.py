@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import bigbatch
 from bigbatch import BigBatchWarning, Interrupted, OrderError, Step, Window
 from bigbatch.torch import Accumulator
 
@@ -317,3 +320,64 @@ def test_a_bad_number_after_an_interruption_is_kept_out() -> None:
         assert not run.accumulator.step(batch()).is_applied
     run.num_passes = 100
     assert run.accumulator.step(batch()).is_applied
+
+
+# --- Ctrl-C ----------------------------------------------------------------------------------------------
+
+
+def is_pressed_at(line: int, call: Callable[[], Any]) -> bool:
+    """Ctrl-C before the given line of bigbatch that `call` comes to; False if it comes to fewer."""
+    root = str(Path(bigbatch.__file__).parent)
+    num_lines = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal num_lines
+        if not frame.f_code.co_filename.startswith(root):
+            return None
+        num_lines += event == "line"
+        if num_lines == line:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def feed(run: Run) -> None:
+    """What is left of a window that the user feeds."""
+    kept = run.accumulator.state_dict()["window"]
+    for part in as_window(batch(size=7))[0 if kept is None else len(kept["weights"]) :]:
+        with run.accumulator.micro_batch(weight=len(part[1])) as micro:
+            micro.backward(run.loss(run.model, part))
+    run.accumulator.flush()
+
+
+@pytest.mark.parametrize("way", ["step", "resumed", "micro_batch"])
+def test_ctrl_c_at_any_line_loses_nothing(way: str) -> None:
+    call = feed if way == "micro_batch" else lambda run: run.accumulator.step(batch(size=7))
+    expected = Run("float64", accumulation_steps=2)
+    before = copy.deepcopy(expected.model.state_dict())
+    call(expected)
+    for line in range(1, 10_000, 3):
+        run = Run("float64", accumulation_steps=2)
+        if way == "resumed":
+            run.stop_after = 1
+            with pytest.raises(Interrupted):
+                call(run)
+        is_pressed = is_pressed_at(line, partial(call, run))
+        run.optimizer.zero_grad()  # it may come while gradients are cleared
+        if all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items()):
+            call(run)
+        for name in ("model", "optimizer"):
+            assert_bitwise_equal(run.state()[name], expected.state()[name])
+        if not is_pressed:
+            break
+    assert 200 < line < 9_900

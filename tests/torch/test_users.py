@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bigbatch import BigBatchWarning, OrderError
+from bigbatch import BigBatchWarning, GradientError, OrderError
 from bigbatch.torch import Accumulator
 
 from .test_accumulator import assert_exact_step, loss, make, make_batch, make_model, snapshot
@@ -127,17 +127,52 @@ def test_two_accumulators_that_share_only_some_parameters() -> None:
     head = Accumulator(model, torch.optim.SGD(model[2].parameters(), lr=0.1), loss, 4)
     body = Accumulator(model, torch.optim.SGD(model[0].parameters(), lr=0.1), loss, 4)
     whole = Accumulator(model, sgd(model), loss, 4)
+    expected = full_step(model)
+    head.loss = lambda model, batch: loss(model[2], (model[:2](batch[0]).detach(), batch[1]))
     with step_under_way(body):
         assert head.step(make_batch()).is_applied  # they have no parameter in common
+        assert_close(model[2], expected[2:])
+        expected = full_step(model)  # body has not begun its first pass
         with pytest.raises(OrderError, match="another thread"):
             whole.step(make_batch())
-    model.zero_grad()  # head and body leave each other's gradients alone
+    assert_close(model[0], expected[:2])
+    model.zero_grad()  # body leaves the head's gradients alone
     assert_exact_step(whole)
     with step_under_way(whole):
         for other in (head, body):
             with pytest.raises(OrderError, match="another thread"):
                 other.step(make_batch())
     assert_exact_step(whole)
+
+
+def test_gradients_that_another_step_leaves_in_the_middle_of_one_are_refused() -> None:
+    model = make_model()
+    head = Accumulator(model, torch.optim.SGD(model[2].parameters(), lr=0.1), loss, 4)
+    body = Accumulator(model, torch.optim.SGD(model[0].parameters(), lr=0.1), loss, 4)
+
+    def meanwhile(model: nn.Module, batch: Any) -> Tensor:
+        head.step(make_batch())  # leaves gradients on all of the model
+        return loss(model, batch)
+
+    before = [p.detach().clone() for p in model[0].parameters()]
+    body.loss = meanwhile
+    with pytest.raises(GradientError, match="changed by the loss in the middle of a window, or by another thread"):
+        body.step(make_batch())
+    for now, then in zip(model[0].parameters(), before, strict=True):
+        assert torch.equal(now, then)
+        assert now.grad is None
+
+
+def test_parameters_that_come_in_the_middle_of_a_step() -> None:
+    model = make_model()
+    accumulator = Accumulator(model, torch.optim.SGD(model[0].parameters(), lr=0.1), loss, 4)
+    with step_under_way(accumulator):
+        accumulator.optimizer.add_param_group({"params": list(model[2].parameters())})
+        for _ in range(2):
+            with pytest.raises(OrderError, match="another thread"):
+                accumulator.step(make_batch())
+    model.zero_grad()
+    assert_exact_step(accumulator)
 
 
 def test_parameters_that_come_later_are_shared_too() -> None:
@@ -176,6 +211,17 @@ def test_a_copy_trains_parameters_of_its_own() -> None:
     for other in (copy.deepcopy(accumulator), pickle.loads(pickle.dumps(accumulator))):
         with step_under_way(accumulator):
             assert_exact_step(other)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda accumulator: pickle.loads(pickle.dumps(accumulator))])
+def test_a_copy_goes_on_with_a_window_of_its_own(copied: Callable[[Accumulator], Accumulator]) -> None:
+    accumulator = make(accumulation_steps=3)
+    expected = full_step(accumulator.model)
+    feed(accumulator, parts()[0])
+    for each in (copied(accumulator), accumulator):
+        for part in parts()[1:]:
+            feed(each, part)
+        assert_close(each.model, expected)
 
 
 # --- what changes in the middle of a window --------------------------------------------------------------
@@ -233,6 +279,32 @@ def test_a_fused_optimizer_stepped_by_hand_is_noticed() -> None:
     by_hand(accumulator)
     with pytest.raises(OrderError, match="changed in the middle"):
         feed(accumulator, parts()[1])
+
+
+def test_a_parameter_that_is_frozen_in_the_middle_of_a_window_is_noticed() -> None:
+    accumulator = make(accumulation_steps=3)
+    expected = full_step(accumulator.model)
+    feed(accumulator, parts()[0])
+    for is_trainable in (False, True):
+        accumulator.model[0].requires_grad_(is_trainable)
+        if not is_trainable:
+            with pytest.raises(OrderError, match="2 of 4 parameters were frozen or unfrozen in the middle of a window"):
+                feed(accumulator, parts()[1])
+    for part in parts()[1:]:
+        feed(accumulator, part)
+    assert_close(accumulator.model, expected)
+
+
+def test_a_parameter_may_be_frozen_outside_of_the_blocks() -> None:
+    accumulator = make(accumulation_steps=9)
+    expected = full_step(accumulator.model)
+    for part in parts():
+        with accumulator.micro_batch(weight=len(part[1])) as micro:
+            accumulator.model[0].requires_grad_(True)
+            micro.backward(loss(accumulator.model, part))
+        accumulator.model[0].requires_grad_(False)
+    accumulator.flush()
+    assert_close(accumulator.model, expected)
 
 
 def test_two_accumulators_one_after_the_other_are_exact() -> None:
