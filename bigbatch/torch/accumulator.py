@@ -25,7 +25,7 @@ from .nonfinite import NonFinite, OnNonFinite
 from .passes import Loss
 from .precision import Precision
 from .replicas import Reduce
-from .saving import packed, unpacked
+from .saving import like_its_own, packed, unpacked
 from .sharing import replicas_of
 from .transfer import Transfer
 from .weight import Weight, weigh
@@ -229,8 +229,9 @@ class Accumulator(Feeding):
             )
         window = unpacked(state, self._replicas)
         try:
-            num_steps, skipped = int(state["num_steps"]), dict(state.get("skipped", {}))
-            opened = None if window is None else OpenWindow.load(window, self._gradients.parameters, self.reduction)
+            num_steps, skipped = int(state["num_steps"]), NonFinite.read(state.get("skipped", {}))
+            scaler = {} if self.scaler is None else like_its_own(state["scaler"], self.scaler.state_dict())
+            opened = None if window is None else OpenWindow.load(window, self._gradients, self.reduction)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, StateError):
                 raise
@@ -238,7 +239,7 @@ class Accumulator(Feeding):
                 f"the state cannot be read ({type(error).__name__}: {error}): pass what Accumulator.state_dict gave"
             ) from error
         if self.scaler is not None:
-            self.scaler.load_state_dict(state["scaler"])
+            self.scaler.load_state_dict(scaler)
         self._open, self._so_far = (None, opened) if opened is not None and opened.is_of_step else (opened, None)
         self.num_steps = num_steps
         self._nonfinite.load_state_dict(skipped)

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 from ..core.errors import BigBatchWarning, NonFiniteError, OptionError, OrderError
 from ..core.weight import Terms
 from ..core.window import positive
+from .saving import like_its_own
 
 OnNonFinite = Literal["skip", "raise", "stop"]
 REMEDY = "look at the data of that step, lower the learning rate, or clip the gradient"
@@ -91,11 +92,14 @@ class NonFinite:
     def state_dict(self) -> dict[str, Any]:
         return {"num_steps": self.num_skipped, "first_step": self._first_step, "first_place": self._first_place}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    @staticmethod
+    def read(state: dict[str, Any]) -> dict[str, Any]:
         """States from before there was a count have none."""
-        self.num_skipped = state.get("num_steps", 0)
-        self._first_step = state.get("first_step", 0)
-        self._first_place = state.get("first_place", "")
+        return like_its_own({**NonFinite().state_dict(), **state}, NonFinite().state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_skipped, self._first_step = state["num_steps"], state["first_step"]
+        self._first_place = state["first_place"]
         self._due.clear()
         self.is_stopped = False
 

@@ -42,5 +42,10 @@ def unpacked(state: dict[str, Any], replicas: Replicas) -> WindowState | None:
     return found
 
 
+def like_its_own(saved: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """What is saved under the names of a state of one's own; raises KeyError or TypeError if it is not of that kind."""
+    return {key: type(value)() + saved[key] for key, value in own.items()}  # text to text, numbers to numbers
+
+
 def name(rank: int) -> str:
     return f"rank {rank}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.errors import OrderError, StateError
 from ..core.step import Step
 from ..core.weight import Reduction, Tally, Terms, from_terms, weighted
-from .gradients import Sums
+from .gradients import Gradients, Sums
 from .shards import like, local
 from .weight import read
 
@@ -107,7 +107,8 @@ class OpenWindow:
         }
 
     @classmethod
-    def load(cls, state: dict[str, Any], parameters: list[Tensor], reduction: Reduction) -> "OpenWindow":
+    def load(cls, state: dict[str, Any], gradients: Gradients, reduction: Reduction) -> "OpenWindow":
+        parameters = gradients.parameters
         shapes = [tuple(local(p).shape) for p in parameters]
         if state["reduction"] != reduction:
             raise StateError(
@@ -141,6 +142,11 @@ class OpenWindow:
             for k, g in saved.items():
                 if not 0 <= k < len(parameters) or tuple(g.shape) != shapes[k]:
                     raise StateError(f"the state has a gradient for parameter {k} that fits none of {len(parameters)}")
+                if g.dtype != (dtype := gradients.wide_dtype(parameters[k])):
+                    raise StateError(
+                        f"the gradient of parameter {k} is {g.dtype} in the state but adds up in {dtype} here: load it "
+                        "into a model of the same dtype, with the same accumulate_dtype"
+                    )
                 sums[parameters[k]] = like(parameters[k], g.to(parameters[k].device, copy=True))
         return window
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from bigbatch import BigBatchError, LossError, OptionError, StateError, WeightError
 from bigbatch.torch import Accumulator
@@ -128,6 +129,7 @@ GOOD = {"num_steps": 1, "scaler": None, "window": None}
         (GOOD | {"window": 3}, "cannot be read .TypeError"),
         (GOOD | {"num_steps": "many"}, "cannot be read .ValueError"),
         (GOOD | {"skipped": 3}, "cannot be read .TypeError"),
+        (GOOD | {"skipped": {"num_steps": "many"}}, "cannot be read .TypeError"),
     ],
 )
 def test_a_state_that_is_none_changes_nothing(state: Any, message: str) -> None:
@@ -138,3 +140,15 @@ def test_a_state_that_is_none_changes_nothing(state: Any, message: str) -> None:
         accumulator.load_state_dict(state)
     assert accumulator.state_dict() == before
     assert_exact_step(accumulator)
+
+
+@pytest.mark.parametrize("damaged", [{}, {"scale": 4.0}, 3, {**GradScaler("cpu").state_dict(), "scale": "large"}])
+def test_a_scalers_state_that_is_none_changes_nothing(damaged: Any) -> None:
+    model = make_model().float()
+    accumulator = Accumulator(model, sgd(model), loss, 4, scaler=GradScaler("cpu", init_scale=8))
+    before = accumulator.state_dict()
+    with pytest.raises(StateError, match="cannot be read"):
+        accumulator.load_state_dict({**before, "scaler": damaged})
+    assert accumulator.state_dict() == before
+    accumulator.load_state_dict({**before, "scaler": {**before["scaler"], "scale": 0.5}})
+    assert accumulator.scaler.get_scale() == 0.5

@@ -88,6 +88,10 @@ def damaged(**changes: Any) -> dict[str, Any]:
         ({}, "no num_steps, scaler, window"),
         (damaged(shapes=[(2, 2)]), "of 1 parameters, the optimizer holds 5"),
         (damaged(shapes=[(2, 2), *damaged()["window"]["shapes"][1:]]), r"parameter 0 has the shape \(2, 2\)"),
+        (
+            damaged(gradients=[{0: torch.zeros(damaged()["window"]["shapes"][0], dtype=torch.float16)}]),
+            "is torch.float16",
+        ),
         (damaged(reduction="sum"), "reduction='sum'"),
         ({**damaged(), "scaler": {"scale": 1.0}}, "a GradScaler but this accumulator no"),
     ],
