@@ -5,8 +5,10 @@ time, interruptions, saving and loading, bad input of all kinds. Beside it a pla
 After every call both have the same parameters. BIGBATCH_EXAMPLES says how many such stories are told.
 """
 
+import copy
 import os
 import warnings
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import pytest
@@ -100,6 +102,18 @@ class Reference:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+class FailsInBackward(torch.autograd.Function):
+    """For want of memory, say."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ZeroDivisionError
 
 
 class Story(RuleBasedStateMachine):
@@ -312,6 +326,13 @@ class Story(RuleBasedStateMachine):
         self.accumulator.load_state_dict(state)
         self.is_asked = False
 
+    @rule()
+    def copy(self) -> None:
+        """A copy goes on; its loss is that of the story, its model is not."""
+        with_others = {id(self): self, id(self.kind): self.kind}
+        self.accumulator = copy.deepcopy(self.accumulator, with_others)
+        self.model, self.optimizer = self.accumulator.model, self.accumulator.optimizer
+
     # --- bad calls ---------------------------------------------------------------------------------------
 
     @rule(
@@ -356,7 +377,12 @@ class Story(RuleBasedStateMachine):
             self.accumulator.step(Window(parts))
         self.interrupted, self.raise_in = [], 0
 
-    @rule(where=st.sampled_from(["before", "after", "weight", "no backward", "twice", "vector"]), seed=seeds)
+    @rule(
+        where=st.sampled_from(
+            ["before", "after", "weight", "no backward", "twice", "vector", "caught", "frozen", "late"]
+        ),
+        seed=seeds,
+    )
     def bad_feed(self, where: str, seed: int) -> None:
         x, y, weight = part = make_part(3, seed, "none")
         must_refuse = self.accumulator.is_stopped or bool(self.interrupted) or self.is_asked
@@ -367,14 +393,26 @@ class Story(RuleBasedStateMachine):
                     raise ZeroDivisionError
                 if where == "vector":
                     micro.backward(self.model(x).sum(1))
-                if where != "no backward":
+                if where == "caught":  # by the user, in the block
+                    with suppress(ZeroDivisionError):
+                        micro.backward(tuple(map(FailsInBackward.apply, as_terms(self.loss(self.model, part)))))
+                if where == "frozen":
+                    self.model[0].requires_grad_(False)
+                if where not in ("no backward", "caught", "late"):
                     micro.backward(self.loss(self.model, part))
                 if where == "twice":
                     micro.backward(self.loss(self.model, part))
-                if where == "after":
+                if where in ("after", "frozen"):
                     raise ZeroDivisionError
+                if where == "late":
+                    late = micro
+        self.model[0].requires_grad_(True)
+        if where == "late" and not must_refuse:
+            with pytest.raises(BigBatchError):
+                late.backward(self.loss(self.model, part))
         self.is_asked &= self.accumulator.is_interrupted
-        if where in ("after", "twice") and not must_refuse:
+        is_whole = where == "frozen" and self.fed  # refused before it was added
+        if where in ("after", "twice", "caught", "frozen") and not must_refuse and not is_whole:
             self.fed = []  # half added, so dropped
 
     @rule(what=st.sampled_from([{}, {"num_steps": 1}, None]))
@@ -442,6 +480,16 @@ class StartsAnew(Accumulator):
         return super()._step(*args)
 
 
+class Unaware(Accumulator):
+    """Goes on with what is left of a window whose backward pass failed."""
+
+    def _feed(self, micro: Any, *args: Any) -> None:
+        try:
+            super()._feed(micro, *args)
+        finally:
+            micro.is_fed = micro.has_begun
+
+
 class Hasty(Accumulator):
     """Steps on what is not finite."""
 
@@ -449,7 +497,7 @@ class Hasty(Accumulator):
         return None, False
 
 
-@pytest.mark.parametrize("broken", [MeanOfMeans, Forgetful, StartsAnew, Hasty])
+@pytest.mark.parametrize("broken", [MeanOfMeans, Forgetful, StartsAnew, Unaware, Hasty])
 def test_negative_control_one_that_is_broken_is_found(broken: type[Accumulator]) -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         told(broken, 1000, (Phase.generate,))
