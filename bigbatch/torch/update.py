@@ -81,6 +81,11 @@ class Update:
             terms = losses = _known(losses())
         outcome = self._finish(sums, losses) if has_weight else None
         self.num_steps += 1
+        if isinstance(outcome, Later):
+            try:
+                self.settle()  # may raise, if warnings do
+            finally:
+                self._pending = outcome
         if self.scheduler is not None and outcome is not None and outcome.is_applied():
             self.scheduler.step()
         if self._pending is None:  # else it is said when the next step begins
@@ -161,8 +166,6 @@ class Update:
         outcome = Later(norms, total, if_applied=self._nonfinite.applied, if_skipped=skipped)
         with self._gradients.handed_over(sums), self._skipping(~torch.isfinite(total)):
             self._step_optimizer()
-        self.settle()
-        self._pending = outcome
         return outcome
 
     @contextmanager

@@ -301,6 +301,16 @@ def test_parameters_that_changed_meanwhile_are_noticed() -> None:
     assert run.accumulator.step(batch()).is_applied
 
 
+def test_parameters_that_are_frozen_meanwhile_are_noticed() -> None:
+    run, plain = Run("float64"), Run("float64")
+    interrupted(run, 0, 3)
+    run.model[3].requires_grad_(False)
+    with pytest.raises(OrderError, match="2 of 3 parameters were frozen or unfrozen in the middle of a window of 6"):
+        run.accumulator.step(batch())
+    run.model[3].requires_grad_(True)
+    assert run.accumulator.step(batch()).as_dict() == plain.accumulator.step(batch()).as_dict()
+
+
 def test_an_error_while_going_on_drops_what_was_kept() -> None:
     run, plain = Run("float64"), Run("float64")
     interrupted(run, 0, 3)

@@ -1,11 +1,17 @@
 """Steps that the device leaves out by itself: which optimizers can be trusted with that."""
 
-import torch
-from torch import nn
+import warnings
+from types import SimpleNamespace
+from typing import Any
 
-from bigbatch.torch import gradients
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bigbatch import BigBatchWarning, NonFiniteError
+from bigbatch.torch import Accumulator, gradients, update
 from bigbatch.torch.gradients import Sums
-from bigbatch.torch.outcome import can_be_skipped_on_device
+from bigbatch.torch.outcome import Later, can_be_skipped_on_device
 
 
 def skipped(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
@@ -64,3 +70,35 @@ def test_clipping_by_a_norm_that_nobody_waits_for_keeps_float64() -> None:
     gradients.clip_on_device(sums[1], gradients.norm_on_device(sums[1])[1], 0.1, None)
     (at_once,), (later,) = (found.values() for found in sums)
     assert float((at_once - later).abs().max()) <= 1e-16
+
+
+class OnHost(Later):
+    """Known when somebody asks, without a GPU."""
+
+    def __init__(self, norms: Tensor, total: Tensor, *, if_applied: Any, if_skipped: Any) -> None:
+        arrived: Any = SimpleNamespace(synchronize=lambda: None)
+        self._waiting = (torch.cat([norms, total.reshape(1)]), arrived)
+        self._if_applied, self._if_skipped = if_applied, if_skipped
+
+
+def test_a_warning_that_is_an_error_loses_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step before is known to be bad only after the next one was applied, which counts."""
+    monkeypatch.setattr(update, "Later", OnHost)
+    monkeypatch.setattr(Accumulator, "_need_not_wait", lambda *_: True)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    accumulator = Accumulator(model, optimizer, lambda model, x: model(x).mean(), 2, max_skipped=2)
+    good, bad = torch.ones(3, 2), torch.full((3, 2), torch.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in (good, bad):
+            accumulator.step(batch)
+        with pytest.raises(BigBatchWarning, match="step 2 was skipped"):
+            accumulator.step(bad)
+        assert accumulator.num_steps == 3
+        with pytest.raises(BigBatchWarning, match="step 3 was skipped"):
+            accumulator.step(good)
+    assert accumulator.num_steps == 4
+    with pytest.raises(NonFiniteError, match=r"2 steps in a row .* first in step 2"):
+        accumulator.step(good)
+    assert accumulator.step(good).is_applied
