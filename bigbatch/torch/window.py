@@ -65,15 +65,15 @@ class OpenWindow:
 
     def check_trainable(self, parameters: Sequence[Tensor]) -> None:
         """Refuses to add up gradients of more or fewer parameters than before."""
-        before, self.trainable = self.trainable, [p.requires_grad for p in parameters]
-        if before is not None and before != self.trainable:
-            num = sum(map(operator.ne, before, self.trainable))
-            self.trainable = before
+        now = [p.requires_grad for p in parameters]
+        if self.trainable is not None and self.trainable != now:
+            num = sum(map(operator.ne, self.trainable, now))
             raise OrderError(
                 f"{num} of {len(parameters)} parameters were frozen or unfrozen in the middle of a window of "
                 f"{len(self)} micro-batches, so their gradients would be those of a part of it: "
                 "call requires_grad_() between windows, or forget() to drop this one"
             )
+        self.trainable = now
 
     def check_scale(self, now: Tensor | None) -> None:
         """Refuses to add up what was scaled differently."""
