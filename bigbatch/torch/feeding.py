@@ -98,7 +98,6 @@ class Feeding(Passes):
 
     def _feed(self, micro: MicroBatch, window: OpenWindow, losses: Terms, weight: Terms) -> None:
         checks.check_loss(losses, len(weight))
-        scale = window.tally.scale(weight)
         is_any_low = any(map(is_low, losses))
         self._replicas.see_loss(is_low=is_any_low)
         # with a scaler, a large weight would overflow in float16
@@ -106,6 +105,9 @@ class Feeding(Passes):
         self._gradients.refuse_foreign()
         window.check_trainable(self._gradients.parameters)
         micro.has_begun = True
+        if self.reduction == "mean" and not self._replicas.is_sharded:
+            window.measure_by(weight)
+        scale = window.tally.scale(weight)
         for t, (loss, sums) in enumerate(zip(losses, window.sums, strict=True)):
             keep_graph = t < len(losses) - 1
             with self._gradients.collecting(sums) as collection:

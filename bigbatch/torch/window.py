@@ -10,10 +10,13 @@ from torch import Tensor
 
 from ..core.errors import OrderError, StateError
 from ..core.step import Step
-from ..core.weight import Reduction, Tally, Terms, from_terms, weighted
+from ..core.weight import Reduction, Tally, Terms, from_terms, is_number, weighted
+from . import gradients
 from .gradients import Gradients, Sums
 from .shards import like, local
 from .weight import read
+
+FAR = 2.0**40
 
 
 @dataclass
@@ -75,6 +78,15 @@ class OpenWindow:
             )
         self.trainable = now
 
+    def measure_by(self, weight: Terms) -> None:
+        """This one is the measure if the first is next to nothing beside it: w_k / w_1 would overflow."""
+        reference = list(self.tally.reference)
+        for t, (now, first) in enumerate(zip(weight, reference, strict=False)):  # the first one finds none
+            if is_number(now) and is_number(first) and now > first * FAR:
+                gradients.scale(self.sums[t], first / now)
+                reference[t] = now
+        self.tally.reference = tuple(reference)
+
     def check_scale(self, now: Tensor | None) -> None:
         """Refuses to add up what was scaled differently."""
         if now is not None and self.loss_scale is not None and float(now) != float(self.loss_scale):
@@ -107,8 +119,8 @@ class OpenWindow:
         }
 
     @classmethod
-    def load(cls, state: dict[str, Any], gradients: Gradients, reduction: Reduction) -> "OpenWindow":
-        parameters = gradients.parameters
+    def load(cls, state: dict[str, Any], own: Gradients, reduction: Reduction) -> "OpenWindow":
+        parameters = own.parameters
         shapes = [tuple(local(p).shape) for p in parameters]
         if state["reduction"] != reduction:
             raise StateError(
@@ -120,10 +132,10 @@ class OpenWindow:
                 f"the state is of {len(state['shapes'])} parameters, the optimizer holds {len(shapes)}: "
                 "load it into the same model and optimizer"
             )
-        for k, (saved, own) in enumerate(zip(state["shapes"], shapes, strict=True)):
-            if tuple(saved) != own:
+        for k, (saved, shape) in enumerate(zip(state["shapes"], shapes, strict=True)):
+            if tuple(saved) != shape:
                 raise StateError(
-                    f"parameter {k} has the shape {tuple(saved)} in the state but {own} in the optimizer: "
+                    f"parameter {k} has the shape {tuple(saved)} in the state but {shape} in the optimizer: "
                     "load it into the same model and optimizer"
                 )
         tally = Tally(reduction)
@@ -142,7 +154,7 @@ class OpenWindow:
             for k, g in saved.items():
                 if not 0 <= k < len(parameters) or tuple(g.shape) != shapes[k]:
                     raise StateError(f"the state has a gradient for parameter {k} that fits none of {len(parameters)}")
-                if g.dtype != (dtype := gradients.wide_dtype(parameters[k])):
+                if g.dtype != (dtype := own.wide_dtype(parameters[k])):
                     raise StateError(
                         f"the gradient of parameter {k} is {g.dtype} in the state but adds up in {dtype} here: load it "
                         "into a model of the same dtype, with the same accumulate_dtype"

@@ -134,6 +134,23 @@ def test_weights_per_sample_are_added_up(one_at_a_time: bool) -> None:
     assert step.weight == pytest.approx(s.sum().item())
 
 
+@pytest.mark.parametrize("weights", [(1e-40, 3.0, 5.0), (5e-324, 1e300, 2e300), (1e-40, 1e300, 1e-40), (0, 1e50, 1e60)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_first_weight_that_is_next_to_nothing(dtype: torch.dtype, weights: tuple[float, ...]) -> None:
+    model, full = make_model().to(dtype), make_model().to(dtype)
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=3)
+    x, y = make_batch()
+    parts = list(zip(x.to(dtype).split(4), y.split(4), strict=True))
+    sum(weight / sum(weights) * loss(full, part) for weight, part in zip(weights, parts, strict=True)).backward()
+    torch.optim.SGD(full.parameters(), lr=0.1).step()
+    for weight, part in zip(weights, parts, strict=True):
+        with accumulator.micro_batch(weight=weight) as micro:
+            micro.backward(loss(model, part))
+    assert micro.step.is_applied
+    for ours, theirs in zip(model.parameters(), full.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5 if dtype is torch.float32 else 1e-12, atol=1e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.bool, torch.int8])
 def test_weights_of_any_dtype_are_added_up(dtype: torch.dtype) -> None:
     assert make(weight=lambda batch: torch.ones(len(batch[1])).to(dtype)).step(make_batch()).weight == 11
