@@ -15,7 +15,7 @@ STORED = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"
 """What NumPy does not know is stored as numbers of the same size."""
 KNOWN = {
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64",
-    "complex64", *STORED,
+    "complex64", "complex128", *STORED,
 }  # fmt: skip
 MAX_DEPTH = 100
 
@@ -102,9 +102,10 @@ def unpacked(value: Any, arrays: Mapping[str, np.ndarray], convert: Callable[[Ar
     ((kind, inner),) = value.items()
     if kind == "array":
         name, dtype = inner
-        if arrays[name].dtype.name != STORED.get(dtype, dtype):
-            raise StateError(f"{name} should be {dtype} but is stored as {arrays[name].dtype}: it was changed")
-        return convert(Array(arrays[name], dtype))
+        stored = from_pairs(arrays[name]) if dtype == "complex128" else arrays[name]
+        if stored.dtype.name != STORED.get(dtype, dtype):
+            raise StateError(f"{name} should be {dtype} but is stored as {stored.dtype}: it was changed")
+        return convert(Array(stored, dtype))
     if kind == "float":
         return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[inner]
     if kind == "bytes":
@@ -126,7 +127,7 @@ def to_safetensors(arrays: Mapping[str, np.ndarray]) -> bytes:
     _check_installed()
     from safetensors.numpy import save
 
-    found: bytes = save(dict(arrays))
+    found: bytes = save({name: as_pairs(array) for name, array in arrays.items()})
     return found
 
 
@@ -135,6 +136,16 @@ def from_safetensors(content: bytes) -> dict[str, np.ndarray]:
     from safetensors.numpy import load
 
     found: dict[str, np.ndarray] = load(content)
+    return found
+
+
+def as_pairs(array: np.ndarray) -> np.ndarray:
+    """With one more axis for the two parts of complex128, which safetensors does not have."""
+    return array[..., None].view("float64") if array.dtype == "complex128" else array
+
+
+def from_pairs(array: np.ndarray) -> np.ndarray:
+    found: np.ndarray = array.view("complex128")[..., 0]
     return found
 
 

@@ -184,6 +184,7 @@ def test_a_pickle_bomb_is_not_opened(tmp_path: Path) -> None:
         b"\xff\xfe",
         b'{"array": ["nowhere", "float32"]}',
         b'{"array": ["w", "int64"]}',
+        b'{"array": ["w", "complex128"]}',
         b'{"array": "w"}',
         b'{"object": "os.system"}',
         b'{"dict": 3}',
@@ -393,7 +394,7 @@ def test_nothing_is_kept(tmp_path: Path) -> None:
         Store(tmp_path, keep=0)
 
 
-DTYPES = ["bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex64"]
+DTYPES = ["bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex64", "complex128"]
 KEYS = st.text(max_size=5) | st.integers() | st.booleans() | st.tuples(st.integers(), st.text(max_size=3)) | st.none()
 LEAVES = (
     st.none()
