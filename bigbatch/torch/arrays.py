@@ -1,5 +1,6 @@
 """Tensors as arrays on the host, and back."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -58,7 +59,7 @@ def with_sparse(tree: Any) -> Any:
 
 
 def _mapped(convert: Callable[[Any], Any], tree: Any) -> Any:
-    if type(tree) is dict:
+    if type(tree) in (dict, OrderedDict):  # the latter is a model's; others, such as a Counter, have no tensors
         tree = {key: _mapped(convert, item) for key, item in tree.items()}
     elif type(tree) in (list, tuple):
         tree = type(tree)(_mapped(convert, item) for item in tree)

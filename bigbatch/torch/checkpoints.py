@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.errors import OptionError, StateError
 from ..core.resume import Resumable
@@ -68,19 +68,24 @@ class Checkpoints(Resumable):
                 f"the checkpoint has {', '.join(sorted(state))} but this run {', '.join(sorted(self._parts))}: "
                 "give Checkpoints what it was given when it was saved"
             )
-        check_model(state["model"], self._parts["model"].state_dict())
-        check_optimizer(state["optimizer"], self._parts["optimizer"].state_dict())
+        for name, part in self._parts.items():
+            if isinstance(part, nn.Module):
+                check_model(state[name], part.state_dict())
+            elif isinstance(part, torch.optim.Optimizer):
+                check_optimizer(state[name], part.state_dict())
         self._parts["accumulator"].load_state_dict(state["accumulator"])  # it may refuse; and is told again, after
         for name in (*(name for name in self._parts if name != "accumulator"), "accumulator"):
-            self._parts[name].load_state_dict(state[name])
+            if isinstance(part := self._parts[name], torch.optim.Optimizer):
+                load_optimizer(part, state[name])
+            else:
+                part.load_state_dict(state[name])
 
     def _random(self, data: Any) -> dict[str, Any]:
-        generator = getattr(data, "generator", None)
         return {
             **super()._random(data),
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "loader": generator.get_state() if isinstance(generator, torch.Generator) else None,
+            "loader": [generator.get_state() for generator in generators_of(data)],
         }
 
     def _set_random(self, found: dict[str, Any], data: Any) -> None:
@@ -88,9 +93,31 @@ class Checkpoints(Resumable):
         torch.set_rng_state(found["torch"])
         if len(found["cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(found["cuda"])
-        generator = getattr(data, "generator", None)
-        if found["loader"] is not None and isinstance(generator, torch.Generator):
-            generator.set_state(found["loader"])
+        for generator, state in zip(generators_of(data), found["loader"], strict=False):
+            generator.set_state(state)
+
+
+def generators_of(data: Any) -> list[torch.Generator]:
+    """Those that a data loader and its samplers draw the order from."""
+    batch_sampler = getattr(data, "batch_sampler", None)
+    parts = (data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = {id(part): part for part in (getattr(part, "generator", None) for part in parts)}
+    return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """As it was saved: load_state_dict makes what it holds of a parameter as precise as that (torch 2.13).
+
+    The state of NAdam and ASGD is float32 for a parameter of any type, and would go on with other bits.
+    """
+    optimizer.load_state_dict(state)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        own = optimizer.state[parameter] if number in state["state"] else {}
+        for name, value in state["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and isinstance(own.get(name), Tensor) and own[name].dtype != value.dtype:
+                own[name] = value.to(own[name].device)
 
 
 def check_model(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -110,10 +137,16 @@ def check_model(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
 
 
 def check_optimizer(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuses another number of groups or parameters."""
+    """Refuses another number of groups or parameters, and another kind of optimizer."""
     sizes = [[len(group["params"]) for group in state["param_groups"]] for state in (found, wanted)]
     if sizes[0] != sizes[1]:
         raise StateError(
             f"the optimizer has groups of {sizes[0]} parameters in the checkpoint but of {sizes[1]} here: "
             "go on with the optimizer that it was saved with"
         )
+    for theirs, own in zip(found["param_groups"], wanted["param_groups"], strict=True):
+        if other := sorted(theirs.keys() ^ own.keys()):
+            where = "the checkpoint" if other[0] in theirs else "this run"
+            raise StateError(
+                f"only the optimizer of {where} has the option {other[0]}: go on with the kind that it was saved with"
+            )

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from bigbatch import BigBatchWarning, History, OptionError, OrderError, StateError
 from bigbatch.torch import Accumulator, Checkpoints
@@ -50,6 +50,10 @@ class Loop:
         if kind == "momentum":
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
+        if kind == "nadam":  # has a float32 of its own for each parameter, which is float64
+            model = model.double()
+            optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         options: dict[str, Any] = {"scheduler": scheduler, "clip_norm": 1.0}
         if kind == "fp16":
             options["precision"] = "fp16"
@@ -58,7 +62,13 @@ class Loop:
         else:
             self.accumulator = Accumulator(model, optimizer, loss, micro_batch_size=6, **options)
         generator = torch.Generator().manual_seed(7) if kind == "generator" else None
-        self.loader = DataLoader(data(), BATCH_SIZE, shuffle=True, generator=generator)
+        self.loader: Any = DataLoader(data(), BATCH_SIZE, shuffle=True, generator=generator)
+        if kind == "sampler":
+            sampler = RandomSampler(data(), generator=torch.Generator().manual_seed(7))
+            self.loader = DataLoader(data(), BATCH_SIZE, sampler=sampler)
+        if kind == "batch sampler":
+            sampler = RandomSampler(data(), generator=torch.Generator().manual_seed(7))
+            self.loader = DataLoader(data(), batch_sampler=BatchSampler(sampler, BATCH_SIZE, drop_last=False))
         self.history = History()
         self.checkpoints = Checkpoints(folder, self.accumulator, every=every, history=self.history)
 
@@ -66,8 +76,7 @@ class Loop:
         for x, y in self.checkpoints.batches(self.loader, EPOCHS):
             if self.checkpoints.num_batches == stop:
                 break
-            if self.kind == "bf16":
-                x = x.bfloat16()
+            x = x.to(self.accumulator.model[0].weight.dtype)
             if self.kind == "micro-batches":
                 with self.accumulator.micro_batch(weight=len(y)) as micro:
                     micro.backward(loss(self.accumulator.model, (x, y)))
@@ -98,7 +107,10 @@ def quiet() -> Any:
         yield
 
 
-@pytest.mark.parametrize("kind", ["", "momentum", "bf16", "fp16", "generator", "micro-batches"])
+KINDS = ["", "momentum", "nadam", "bf16", "fp16", "generator", "sampler", "batch sampler", "micro-batches"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_stopped_anywhere(kind: str, tmp_path: Path) -> None:
     whole = Loop(tmp_path / "whole", kind).run()
     for stop in range(NUM_BATCHES + 1):
@@ -162,6 +174,26 @@ def test_a_window_with_sparse_gradients_that_is_open(tmp_path: Path) -> None:
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
 
 
+def test_a_sparse_buffer_and_a_complex_one(tmp_path: Path) -> None:
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Linear(6, 2)
+        model.register_buffer("neighbours", torch.randn(6, 6).relu().to_sparse())
+        model.register_buffer("waves", torch.randn(3, 2, dtype=torch.complex128))
+        return model
+
+    models = [make(0), make(1)]
+    for model, is_saved in zip(models, (True, False), strict=True):
+        accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, 5)
+        with Checkpoints(tmp_path, accumulator) as checkpoints:
+            if is_saved:
+                checkpoints.save(wait=True)
+            else:
+                assert checkpoints.restore()
+    for one, other in zip(*(model.state_dict().values() for model in models), strict=True):
+        assert torch.equal(one.to_dense(), other.to_dense())
+
+
 def refused(folder: Path, model: nn.Module, optimizer: Any = None, **more: Any) -> str:
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = optimizer or torch.optim.AdamW(model.parameters())
@@ -189,6 +221,18 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     groups = torch.optim.AdamW([{"params": other[0].parameters()}, {"params": other[1].parameters()}])
     assert "groups of [4] parameters in the checkpoint but of [2, 2]" in refused(tmp_path, other, groups)
     assert "accumulator, ema, model, optimizer" in refused(tmp_path, net(), ema=net())
+    other = net()
+    kind = torch.optim.SGD(other.parameters(), lr=0.1)
+    assert "only the optimizer of the checkpoint has the option amsgrad" in refused(tmp_path, other, kind)
+
+
+def test_what_is_saved_along_and_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    model = nn.Linear(64, 10)
+    accumulator = Accumulator(model, torch.optim.AdamW(model.parameters()), loss, 5)
+    with Checkpoints(tmp_path, accumulator, ema=nn.Linear(4, 3)) as checkpoints:
+        checkpoints.save(wait=True)
+    text = refused(tmp_path, nn.Linear(64, 10), ema=nn.Linear(4, 2))
+    assert "weight is torch.float32[3, 4] in the checkpoint but torch.float32[2, 4]" in text
 
 
 def test_the_data_has_become_shorter(tmp_path: Path) -> None:
