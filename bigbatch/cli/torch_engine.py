@@ -16,7 +16,8 @@ from ..core.tree import Array
 from ..core.verification import Verification
 from ..core.weight import as_terms
 from ..torch import Accumulator, nest, verify
-from ..torch.arrays import from_array, to_array
+from ..torch.arrays import from_array, to_array, with_sparse, without_sparse
+from ..torch.checkpoints import load_optimizer
 from . import randomness
 from .config import Config
 from .engine import EPSILON, check_kind, on_nonfinite, scores_of
@@ -97,11 +98,8 @@ class TorchEngine:
         return nest.batch_size(default_convert(batch))
 
     def weights(self) -> dict[str, np.ndarray]:
-        def as_array(tensor: torch.Tensor) -> np.ndarray:
-            tensor = tensor.detach().cpu()
-            return (tensor.float() if tensor.dtype in (torch.bfloat16,) else tensor).numpy()
-
-        return {name: as_array(tensor) for name, tensor in self.model.state_dict().items()}
+        found = self.model.state_dict().items()
+        return {name: weight_of(value) for name, value in found if isinstance(value, torch.Tensor)}
 
     def scores(self) -> dict[str, float]:
         self.model.eval()
@@ -123,18 +121,17 @@ class TorchEngine:
         return from_array(array)
 
     def state(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "accumulator": self.accumulator.state_dict(),
-        }
+        parts = {"model": self.model, "optimizer": self.optimizer, "accumulator": self.accumulator}
+        state: dict[str, Any] = without_sparse({name: part.state_dict() for name, part in parts.items()})
+        return state
 
     def load(self, state: dict[str, Any]) -> None:
+        state = with_sparse(state)
         check_model(self.model.state_dict(), state["model"])
         check_optimizer(self.optimizer.state_dict(), state["optimizer"])
         self.accumulator.load_state_dict(state["accumulator"])  # checks for itself
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer(self.optimizer, state["optimizer"])
 
     def interrupt(self) -> None:
         interrupt = getattr(self.accumulator, "interrupt", None)
@@ -149,6 +146,15 @@ class TorchEngine:
         batch = self._on_device(default_convert(batch))
         with their_own_errors():
             return verify(self.model, batch, self.task.loss, self.micro_batch_size, weight=self.task.weight)
+
+
+def weight_of(tensor: torch.Tensor) -> np.ndarray:
+    """For the file of weights: dense, and in a type that NumPy and safetensors have."""
+    tensor = tensor.detach().cpu().to_dense()
+    if tensor.dtype is torch.complex128:
+        return torch.view_as_real(tensor.resolve_conj()).numpy()
+    is_known = not tensor.is_floating_point() or tensor.dtype in (torch.float16, torch.float32, torch.float64)
+    return (tensor if is_known else tensor.float()).numpy()
 
 
 def device_of(name: str | None) -> torch.device:

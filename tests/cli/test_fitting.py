@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from bigbatch import StateError
+from bigbatch import Interrupted, StateError
 from bigbatch.cli.config import Config
+from bigbatch.cli.folder import RunFolder
 from bigbatch.cli.ranks import Ranks
 from bigbatch.cli.task import Task
 from bigbatch.cli.torch_engine import TorchEngine
@@ -74,6 +75,55 @@ def test_tensors_of_all_kinds_come_back(dtype):
         assert (back.dtype, back.shape) == (given.dtype, given.shape)
         assert torch.equal(back.double(), given.double())
     assert to_array("no tensor") is None
+
+
+class Odd(nn.Module):
+    """With what is no dense tensor of a usual type: a sparse gradient and buffer, a plain value, rare types."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.out, self.num_calls = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2), 0
+        self.register_buffer("neighbours", torch.eye(4).to_sparse())
+        self.register_buffer("small", torch.ones(3).to(torch.float8_e4m3fn))
+        self.register_buffer("narrow", torch.ones(3).bfloat16())
+        self.register_buffer("waves", torch.randn(2, 3, dtype=torch.complex128))
+
+    def forward(self, x):
+        self.num_calls += 1
+        return self.out(self.table(x).mean(1) @ self.neighbours)
+
+    def get_extra_state(self):
+        return {"calls": self.num_calls}
+
+    def set_extra_state(self, state):
+        self.num_calls = state["calls"]
+
+
+def odd_engine(stop_after=None):
+    def loss(model, batch):
+        if model.num_calls == stop_after:
+            found.interrupt()
+        return model(batch).square().mean()
+
+    task = Task("task", "task", "torch", Odd, list, loss, lambda model, lr: torch.optim.SGD(model.parameters(), lr))
+    found = TorchEngine(task, Config("task", batch_size=6, micro_batch_size=2), Ranks())
+    return found
+
+
+def test_a_window_of_an_odd_model_that_is_interrupted(tmp_path):
+    """What a signal saves: a state that cannot be written would lose all since the last checkpoint."""
+    batch = torch.randint(9, (6, 5), generator=torch.Generator().manual_seed(0))
+    whole, stopped, taken_up = odd_engine(), odd_engine(stop_after=1), odd_engine()
+    whole.step(batch)
+    with pytest.raises(Interrupted):
+        stopped.step(batch)
+    taken_up.load(saved(stopped))
+    assert taken_up.model.num_calls == 2
+    taken_up.step(batch)
+    RunFolder(tmp_path).write_weights(whole.weights())
+    weights, others = RunFolder(tmp_path).weights(), taken_up.weights()
+    assert weights.keys() == others.keys() == whole.model.state_dict().keys() - {"_extra_state"}
+    assert all((weights[name] == others[name]).all() for name in weights)
 
 
 KERAS = """
