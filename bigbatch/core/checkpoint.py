@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import threading
 import time
 import warnings
@@ -24,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from .errors import BigBatchWarning, OptionError, OrderError, StateError
-from .files import flush_folder, read_plain, write_through
-from .tree import Array, as_array, from_safetensors, packed, to_json, to_safetensors, unpacked
+from .files import flush_folder, make_folder, read_plain, remove, write_through
+from .tree import Array, as_array, check_installed, from_safetensors, packed, to_json, to_safetensors, unpacked
 
 try:
     import fcntl
@@ -67,6 +66,7 @@ class Store:
     ) -> None:
         if keep < 1:
             raise OptionError(f"keep={keep} checkpoints would be none: pass 1 or more")
+        check_installed()
         self.folder = Path(folder)
         self.keep = keep
         self.is_read_only = is_read_only
@@ -120,7 +120,7 @@ class Store:
         numbers = [number for number, _ in self._all()]
         path = self.folder / f"{max(numbers, default=0) + 1:06}"
         part = path.with_name(f"{path.name}.part")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         self._tidy()
         try:
             part.mkdir()
@@ -131,7 +131,7 @@ class Store:
             part.rename(path)
             flush_folder(self.folder)
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            remove(part)
         self.newest_step = step
         self._drop_old()
 
@@ -141,12 +141,12 @@ class Store:
         for number, path in self._all():
             if len(whole) > self.keep and number < whole[-self.keep]:
                 with suppress(OSError):
-                    shutil.rmtree(path.rename(path.with_name(f"{path.name}.part")))
+                    remove(path.rename(path.with_name(f"{path.name}.part")))
 
     def _tidy(self) -> None:
         """What a process left that was killed while it wrote."""
         for path in self.folder.glob("[0-9]*.part"):
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
 
     @property
     def is_writing(self) -> bool:
@@ -185,7 +185,7 @@ class Store:
         """One process at a time: the lock goes with the process, however it ends, and not to those that it forks."""
         if self._lock is not None or fcntl is None or self.is_read_only:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         descriptor = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -233,7 +233,7 @@ class Store:
     def _all(self) -> Iterator[tuple[int, Path]]:
         """By age, the oldest first."""
         with suppress(FileNotFoundError):
-            names = [name for name in os.listdir(self.folder) if re.fullmatch(r"[0-9]{6,18}", name)]
+            names = [name for name in os.listdir(self.folder) if re.fullmatch(r"[0-9]{6,}", name)]
             yield from sorted((int(name), self.folder / name) for name in names)
 
 
@@ -253,6 +253,8 @@ def signed(manifest: Mapping[str, Any]) -> bytes:
 
 def checked_contents(path: Path) -> tuple[int, dict[str, bytes]]:
     """The step, and the content of every file, if all of it is as it was written."""
+    if path.is_symlink():
+        raise ValueError("it is a link to elsewhere")
     text = read_plain(path / MANIFEST, MAX_MANIFEST)
     manifest = json.loads(text[: text.rindex(b"}") + 1])
     if text != signed(manifest):

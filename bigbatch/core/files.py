@@ -1,7 +1,10 @@
 """Files that are there whole or not at all."""
 
+import errno
 import os
+import shutil
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -28,10 +31,29 @@ def flush_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError:  # some systems do not know this for folders
-        pass
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of systems that do not know this for folders
+            raise
     finally:
         os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """With those that it lies in; each name is on the disk itself, so that what is written there is found again."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    flush_folder(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Whatever it is; what a link points to stays. Nothing happens if it cannot be removed."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def read_plain(path: Path, max_bytes: int | None = None) -> bytes:

@@ -124,7 +124,7 @@ def to_json(tree: Any) -> bytes:
 
 
 def to_safetensors(arrays: Mapping[str, np.ndarray]) -> bytes:
-    _check_installed()
+    check_installed()
     from safetensors.numpy import save
 
     found: bytes = save({name: as_pairs(array) for name, array in arrays.items()})
@@ -132,7 +132,7 @@ def to_safetensors(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def from_safetensors(content: bytes) -> dict[str, np.ndarray]:
-    _check_installed()
+    check_installed()
     from safetensors.numpy import load
 
     found: dict[str, np.ndarray] = load(content)
@@ -149,7 +149,7 @@ def from_pairs(array: np.ndarray) -> np.ndarray:
     return found
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
     try:
         import safetensors  # noqa: F401
     except ModuleNotFoundError as error:

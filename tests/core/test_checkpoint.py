@@ -1,5 +1,6 @@
 """Checkpoints on a bad day: bytes that changed, files that are somebody else's, disks that are full."""
 
+import errno
 import json
 import os
 import pickle
@@ -18,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from bigbatch import BigBatchWarning, OptionError, StateError
+from bigbatch import BigBatchWarning, MissingExtraError, OptionError, StateError
 from bigbatch.core.checkpoint import ARRAYS, MANIFEST, STATE, Every, Store, manifest_of, signed
 from bigbatch.core.tree import from_bytes, packed, to_bytes, to_json, to_safetensors
 
@@ -106,6 +107,21 @@ def test_a_link_to_elsewhere(name: str, tmp_path: Path) -> None:
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     damaged(tmp_path / "run")
+
+
+def test_a_checkpoint_that_is_a_link_to_elsewhere(tmp_path: Path) -> None:
+    saved(tmp_path / "run").close()
+    second = tmp_path / "run" / "000002"
+    second.rename(tmp_path / "elsewhere")
+    second.symlink_to(tmp_path / "elsewhere")
+    assert "it is a link to elsewhere" in damaged(tmp_path / "run")
+    store = Store(tmp_path / "run")
+    with pytest.warns(BigBatchWarning):
+        store.load()
+    for step in (3, 4, 5):
+        store.save(step, {}, wait=True)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"000004", "000005", "lock"}
+    assert len(list((tmp_path / "elsewhere").iterdir())) == len(FILES)
 
 
 def test_a_pipe_that_never_ends(tmp_path: Path) -> None:
@@ -249,6 +265,60 @@ def test_what_a_killed_process_left_is_no_checkpoint(tmp_path: Path) -> None:
     assert found.step == 2
     store.save(3, {}, wait=True)
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_names_that_are_in_the_way(tmp_path: Path) -> None:
+    saved(tmp_path, 1).close()
+    (tmp_path / "000002.part").write_text("a file")
+    (tmp_path / "9999999999999999999").mkdir()
+    store = Store(tmp_path)
+    with pytest.warns(BigBatchWarning, match="9999999999999999999 is damaged"):
+        store.load()
+    store.save(2, {}, wait=True)
+    store.close()
+    found = Store(tmp_path).load()
+    assert found is not None
+    assert found.step == 2
+
+
+def test_every_file_and_folder_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is not on the disk itself may be gone with the power, and all that lies under it."""
+    flushed = []
+    flush = os.fsync
+
+    def recorded(descriptor: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    Store(tmp_path / "runs" / "checkpoints").save(1, {}, wait=True)
+    folder = Path("runs/checkpoints")
+    part = folder / "000001.part"
+    wanted = {Path(), folder.parent, folder, part, *(part / name for name in (MANIFEST, STATE, ARRAYS))}
+    assert set(flushed) == wanted
+    assert flushed[-1] == folder
+
+
+def test_a_disk_that_fails_when_a_folder_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path)
+    flush = os.fsync
+
+    def failing(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        store.save(1, {}, wait=True)
+
+
+def test_without_safetensors_it_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that all checkpoints are damaged."""
+    saved(tmp_path).close()
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(MissingExtraError, match="checkpoints need safetensors"):
+        Store(tmp_path)
 
 
 LIMITED = """
