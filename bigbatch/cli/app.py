@@ -185,8 +185,10 @@ def train(
         "checkpoint_every": checkpoint_every, "seed": seed, "device": device, "compare": compare,
         "tensorboard": tensorboard,
     }  # fmt: skip
-    source = resume / CONFIG if resume is not None else config
-    file = configs.read_toml(source) if source is not None else {}
+    file = configs.read_toml(config) if config is not None else {}
+    if resume is not None:
+        file = configs.read_toml(resume / CONFIG, "pass --resume the folder of a run")
+        configs.check_same_data(flags, file)
     out = out or (Path(file.pop("out")) if "out" in file else None)
     quiet, as_json = quiet or bool(file.pop("quiet", False)), as_json or bool(file.pop("json", False))
     configs.check_given(task, {**file, **{name: value for name, value in flags.items() if value is not None}})

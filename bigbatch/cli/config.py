@@ -72,13 +72,13 @@ ABOUT_THE_RUN = ("out", "quiet", "json")
 """Options that a file may have but that do not matter for what is computed."""
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, remedy: str = "pass --config a TOML file") -> dict[str, Any]:
     """The options in a file; `-` in a name is the same as `_`."""
     try:
         with path.open("rb") as file:
             found = tomllib.load(file)
     except OSError as error:
-        raise OptionError(f"cannot read {path}: {error.strerror}: pass --config a TOML file") from error
+        raise OptionError(f"cannot read {path}: {error.strerror}: {remedy}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise OptionError(f"{path} is no TOML file: {error}") from error
     options = {name.replace("-", "_"): value for name, value in found.items()}
@@ -103,6 +103,16 @@ def merged(task: Task, flags: Mapping[str, Any], file: Mapping[str, Any]) -> Con
                 options.pop(other, None)  # who says the one has not asked for the other
         options.update(layer)
     return checked(Config(**{**options, "task": task.source, "framework": task.framework}))
+
+
+def check_same_data(flags: Mapping[str, Any], file: Mapping[str, Any]) -> None:
+    """Refuses options with which the place in the data would be another when a run goes on."""
+    for name in ("batch_size", "seed"):
+        if flags[name] is not None and flags[name] != file.get(name, flags[name]):
+            raise OptionError(
+                f"the run has {option(name)} {file[name]}, and with {flags[name]} its batches would be others: leave it "
+                "out, or start anew without --resume"
+            )
 
 
 def check_given(task: str, given: Mapping[str, Any]) -> None:

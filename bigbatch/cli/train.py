@@ -2,12 +2,13 @@
 
 import dataclasses
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..core.checkpoint import Every
-from ..core.errors import BatchError, Interrupted
+from ..core.checkpoint import Checkpoint, Every
+from ..core.errors import BatchError, BigBatchError, Interrupted, StateError
 from ..core.step import History
 from ..core.window import shares
 from . import compare, randomness, report
@@ -15,6 +16,7 @@ from .batches import Batches
 from .config import Config
 from .engine import Engine, make_engine
 from .errors import STOPPED
+from .fitting import REMEDY
 from .folder import HISTORY, REPORT, OthersFolder, RunFolder
 from .interruption import Interruption
 from .ranks import Ranks
@@ -63,14 +65,24 @@ class Training:
             self.folder.refuse_without_checkpoint()
             self.screen.note(f"{self.folder.path} has no checkpoint yet: starting with the first step")
         else:
-            self.engine.load(found.state["engine"])
-            for name in PLACE:
-                setattr(self, name, found.state["run"][name])
-            self.batches.load(found.state["batches"])
-            randomness.restore(found.state["random"])
-            self._history = found.files[HISTORY]
-            self._every.saved(self.num_steps)
+            try:
+                self._load(found)
+            except BigBatchError:
+                raise
+            except Exception as error:  # whatever may be in a checkpoint of something else
+                raise StateError(
+                    f"{found.path} is no checkpoint of such a run ({type(error).__name__}: {error}): {REMEDY}"
+                ) from error
         self.ranks.check_place(self.num_steps)
+
+    def _load(self, found: Checkpoint) -> None:
+        self.engine.load(found.state["engine"])
+        for name in PLACE:
+            setattr(self, name, found.state["run"][name])
+        self.batches.load(found.state["batches"])
+        randomness.restore(found.state["random"])
+        self._history = found.files[HISTORY]
+        self._every.saved(self.num_steps)
 
     def save(self, *, wait: bool = False) -> None:
         """All that `resume` needs; written while training goes on, or waited for."""
@@ -116,7 +128,7 @@ class Training:
         finally:
             self.screen.end()
             self.folder.close()
-            self.store.close()
+            self.store.wait()
             if events is not None:
                 events.close()
         if interruption.is_agreed:
@@ -201,14 +213,21 @@ def train(
         return None, run_training(task, others, OthersFolder(out), screen, ranks, is_resumed)[1]
     folder = RunFolder.create(out, is_continued=is_resumed)
     training, code = run_training(task, config, folder, screen, ranks, is_resumed)
+    with closing(training.store):  # nobody else may go on with the run while this one writes and compares
+        return written(training, code), code
+
+
+def written(training: Training, code: int) -> dict[str, Any]:
+    """What the steps leave, and the comparison; returns the summary."""
+    config, folder = training.config, training.folder
     folder.write_weights(training.engine.weights())  # before the task's own evaluate, which may fail
     summary = training.summary(code)
     folder.write_summary(summary)
     if config.compare and not code:
-        summary |= compare.with_full_batch(config, training.num_steps, folder, screen)
+        summary |= compare.with_full_batch(config, training.num_steps, folder, training.screen)
         folder.write_summary(summary)
     report.write_report([folder.path], folder.path / REPORT)
-    return summary, code
+    return summary
 
 
 def run_training(

@@ -1,6 +1,8 @@
 """A checkpoint that does not fit the task is refused with one sentence, and nothing of the task is changed."""
 
 import copy
+import subprocess
+import time
 from itertools import pairwise
 
 import pytest
@@ -13,10 +15,11 @@ from bigbatch.cli.folder import RunFolder
 from bigbatch.cli.ranks import Ranks
 from bigbatch.cli.task import Task
 from bigbatch.cli.torch_engine import TorchEngine
+from bigbatch.core.checkpoint import Store
 from bigbatch.core.tree import from_bytes, to_bytes
 from bigbatch.torch.arrays import from_array, to_array
 
-from .command import run, train, write_task
+from .command import BIGBATCH, environment, run, train, write_task
 
 
 def engine(layers=(6, 4, 3), dtype=torch.float32, optimizer=torch.optim.Adam, seed=0):
@@ -166,3 +169,60 @@ def test_a_run_of_an_older_version(tmp_path):
     done = run("train", task, "--resume", tmp_path / "run", "--steps", 2)
     assert done.returncode == 2
     assert "was left by an older version of bigbatch" in done.stderr
+
+
+def test_a_checkpoint_of_something_else(tmp_path):
+    task = write_task(tmp_path)
+    train(task, tmp_path / "run", "--no-compare", "--steps", 1)
+    history = (tmp_path / "run" / "history.jsonl").read_bytes()
+    store = Store(tmp_path / "run" / "checkpoints")
+    for state in ({"trained": {}}, {"engine": {"arrays": {}}}, {"engine": {"model": [["dense/kernel", 1]]}}, [1, 2]):
+        store.save(1, state, wait=True)
+        store.close()
+        done = run("train", task, "--resume", tmp_path / "run", "--steps", 2)
+        assert done.returncode == 2, done.stderr
+        assert "is no checkpoint of such a run" in done.stderr.replace("\n", " ")
+    assert (tmp_path / "run" / "history.jsonl").read_bytes() == history
+
+
+def test_other_batches_are_refused_and_other_rates_are_not(tmp_path):
+    """The place in the data is counted in batches of the size and the order that they had."""
+    task, out = write_task(tmp_path), tmp_path / "run"
+    train(task, out, "--no-compare", "--steps", 1)
+    for option, text in {"--batch-size": "--batch-size 16, and with 9", "--seed": "--seed 0, and with 9"}.items():
+        done = run("train", task, "--resume", out, "--steps", 2, option, 9)
+        assert done.returncode == 2, done.stderr
+        assert text in done.stderr
+    given = ["--batch-size", 16, "--seed", 0, "--lr", 0.1, "--micro-batch-size", 5]
+    done = run("train", task, "--resume", out, "--steps", 2, *given)
+    assert done.returncode == 0, done.stderr
+
+
+EVALUATE = """
+import pathlib
+import time
+
+def evaluate(model):
+    folder = pathlib.Path(__file__).parent
+    (folder / "evaluates").touch()
+    while not (folder / "go on").exists():
+        time.sleep(0.01)
+    return {}
+"""
+
+
+def test_a_run_that_is_still_evaluated_is_not_gone_on_with(tmp_path):
+    """Both would write its summary."""
+    task, out = write_task(tmp_path, EVALUATE), tmp_path / "run"
+    command = [str(BIGBATCH), "train", str(task), "--out", str(out), "--no-compare", "--steps", "1", "--quiet"]
+    first = subprocess.Popen(command, env=environment())
+    try:
+        while not (tmp_path / "evaluates").exists():
+            assert first.poll() is None
+            time.sleep(0.01)
+        done = run("train", task, "--resume", out, "--steps", 2)
+        assert done.returncode == 2, done.stderr
+        assert "another process trains in" in done.stderr
+    finally:
+        (tmp_path / "go on").touch()
+        assert first.wait(60) == 0

@@ -159,7 +159,9 @@ def test_a_spent_disk(tmp_path: Path) -> None:
 
 
 def test_resuming_what_is_no_run(tmp_path: Path) -> None:
-    assert_refused(run("train", write_task(tmp_path), "--resume", tmp_path), "cannot read", "config.toml")
+    assert_refused(
+        run("train", write_task(tmp_path), "--resume", tmp_path), "cannot read", "config.toml", "--resume the folder"
+    )
 
 
 @pytest.mark.parametrize("arguments", [["doctor"], ["--help"], ["train", "--help"]], ids=" ".join)
