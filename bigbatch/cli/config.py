@@ -110,8 +110,8 @@ def check_same_data(flags: Mapping[str, Any], file: Mapping[str, Any]) -> None:
     for name in ("batch_size", "seed"):
         if flags[name] is not None and flags[name] != file.get(name, flags[name]):
             raise OptionError(
-                f"the run has {option(name)} {file[name]}, and with {flags[name]} its batches would be others: leave it "
-                "out, or start anew without --resume"
+                f"the run has {option(name)} {file[name]}, and with {flags[name]} its batches would be others: "
+                "leave it out, or start anew without --resume"
             )
 
 

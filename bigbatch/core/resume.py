@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from . import random
 from .checkpoint import Every, Store
-from .errors import OptionError, StateError
+from .errors import BigBatchError, OptionError, StateError
 from .step import History
 from .tree import Array, as_array
 from .window import positive
@@ -18,7 +18,8 @@ HISTORY = "history.jsonl"
 class Resumable:
     """What the checkpoints of all frameworks have in common: the place in the data, random numbers, the history.
 
-    A child says what the state is: `_state()`, and `_load(state, files)`, which changes all of it or nothing.
+    A child says what the state is: `_state()`, and `_load(state, files)`, which changes all of it or nothing; and by
+    `_progress()` whether anything was trained since it was asked before.
     """
 
     def __init__(
@@ -39,7 +40,12 @@ class Resumable:
         self.epoch = self.place = 0
         """The epoch, and how many of its batches are done."""
         self._at_epoch: Any = None
+        self._at_batch: Any = None
+        """Random numbers from before the epoch, and from before the batch in hand."""
         self._now: Any = None
+        """Random numbers to go on with, once what is done was gone through."""
+        self._before: Any = None
+        """How far training was when the loop got the batch that it has in hand; None if it has none."""
         self._data: Any = None
         self._is_restored = False
 
@@ -52,6 +58,10 @@ class Resumable:
     def _load(self, state: Any, files: Mapping[str, bytes]) -> None:
         raise NotImplementedError
 
+    def _progress(self) -> Any:
+        """Something that is another one after every batch that was trained on; it waits for no device."""
+        raise NotImplementedError
+
     def _random(self, data: Any) -> dict[str, Any]:
         """Where random numbers are."""
         return random.state()
@@ -62,13 +72,18 @@ class Resumable:
     # --- saving --------------------------------------------------------------------------------------------
 
     def save(self, *, wait: bool = False) -> None:
-        """A checkpoint now: copied at once, written while training goes on."""
+        """A checkpoint now: copied at once, written while training goes on.
+
+        In the loop, or after it was left, the batch in hand counts as done if it was trained on to its end.
+        """
+        self._count_if_trained()
         trained, files = self._state()
         state = {
             "trained": trained,
             "place": [self.epoch, self.place, self.num_batches],
             "random": self._random(self._data),
             "random_of_epoch": self._at_epoch,
+            "random_of_batch": None if self._before is None else self._at_batch,
         }
         own = {} if self.history is None else {HISTORY: self.history.to_lines()}
         self._store.save(self.num_batches, state, {**files, **own}, wait=wait)
@@ -82,15 +97,17 @@ class Resumable:
             return False
         try:
             state = found.state
-            epoch, place, num_batches = state["place"]
+            epoch, place, num_batches = map(int, state["place"])
+            at_epoch, at_batch, now = state["random_of_epoch"], state["random_of_batch"], state["random"]
             steps = None if self.history is None else History.from_lines(found.files.get(HISTORY, b""), found.path)
             self._load(state["trained"], found.files)
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, StateError):
-                raise
+        except BigBatchError:
+            raise
+        except Exception as error:  # whatever may be in a checkpoint of something else
             raise StateError(f"{found.path} is no checkpoint of such a run: {error!r}") from error
         self.epoch, self.place, self.num_batches = epoch, place, num_batches
-        self._at_epoch, self._now = state["random_of_epoch"], state["random"]
+        self._at_epoch, self._at_batch, self._now = at_epoch, at_batch, now
+        self._before = None
         if steps is not None and self.history is not None:
             self.history.become(steps)
         if self._at_epoch is None:  # saved by hand, in a loop of the user's
@@ -124,7 +141,7 @@ class Resumable:
         batches, from the global random numbers gets the same ones again: those of the epoch's beginning are kept.
         """
         positive("epochs", epochs)
-        if iter(data) is data:
+        if isinstance(data, Iterator):  # iter() of a data loader would draw random numbers, and start its workers
             raise OptionError(
                 f"data is a {type(data).__name__}, which can be gone through once and not taken up in the middle: "
                 "pass something that can be iterated again, such as a list or a data loader"
@@ -132,9 +149,13 @@ class Resumable:
         self._data = data
         if not self._is_restored:
             self._restore()
+        elif self._at_epoch is not None and self._now is None:  # a loop of this process that was left
+            self._count_if_trained()
+            self._now = self._random(data)
+            self._at_batch = None if self._before is None else self._at_batch
         while self.epoch < epochs:
             yield from self._rest_of_epoch(data)
-            self.epoch, self.place, self._at_epoch = self.epoch + 1, 0, None
+            self.epoch, self.place, self._at_epoch, self._at_batch = self.epoch + 1, 0, None, None
             if self.history is not None:
                 self.history.end_epoch()
         self.save(wait=True)
@@ -142,28 +163,47 @@ class Resumable:
     def _rest_of_epoch(self, data: Iterable[Item]) -> Iterator[Item]:
         self._begin_epoch(data)
         if self._at_epoch is None:
-            if self._now is not None:
-                self._set_random(self._now, data)
-                self._now = None
-            self._at_epoch = self._random(data)
+            self._go_on(data)
+            self._at_epoch = self._at_batch = self._random(data)
         else:
             self._set_random(self._at_epoch, data)
         num_done = self.place
         number = -1
         for number, item in enumerate(data):
             if number >= num_done:
+                self._go_on(data)  # a batch that was in hand when it was saved
+                self._before = self._progress()
                 yield item
-                self.place, self.num_batches = number + 1, self.num_batches + 1
-                if self._every.is_due(self.num_batches):
+                if self._before is not None:  # else it was counted when it was saved
+                    self._count()
+                if self._every.is_due(self.num_batches) and not self._store.is_writing:
                     self.save()
-            if number == num_done - 1:  # the last one that was done before
-                self._set_random(self._now, data)
-                self._now = None
+            elif number == num_done - 1:  # the last one that was done before
+                if self._at_batch is None:
+                    self._go_on(data)
+                else:
+                    self._set_random(self._at_batch, data)
+            if number >= num_done - 1:
+                self._at_batch = self._random(data)
         if number + 1 < num_done:
             raise StateError(
                 f"the checkpoint was taken after {num_done} batches of epoch {self.epoch + 1} but data has only "
                 f"{number + 1}: go on with the data that it was begun with"
             )
+
+    def _go_on(self, data: Any) -> None:
+        """With the random numbers that were saved, if that was not yet done."""
+        if self._now is not None:
+            self._set_random(self._now, data)
+            self._now = None
+
+    def _count_if_trained(self) -> None:
+        if self._before is not None and self._before != self._progress():
+            self._count()
+
+    def _count(self) -> None:
+        """The batch in hand is done."""
+        self.place, self.num_batches, self._before = self.place + 1, self.num_batches + 1, None
 
     def _begin_epoch(self, data: Any) -> None:
         """Tells whoever shuffles by the number of the epoch."""

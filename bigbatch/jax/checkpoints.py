@@ -39,7 +39,7 @@ class Checkpoints(Resumable):
         history: History | None = None,
     ) -> None:
         self._tree: Any = None
-        self._has_tree = False
+        self._num_updates = 0
         super().__init__(folder, every=every, keep=keep, history=history)
 
     def restore(self, state: Any) -> Any:
@@ -53,15 +53,18 @@ class Checkpoints(Resumable):
 
     def update(self, state: Any) -> None:
         """Says what is to be saved from now on. Nothing is copied until a checkpoint is due."""
-        self._tree, self._has_tree = state, True
+        self._tree, self._num_updates = state, self._num_updates + 1
+
+    def _progress(self) -> int:
+        return self._num_updates
 
     def _state(self) -> tuple[Any, Mapping[str, bytes]]:
-        if not self._has_tree:
+        if not self._num_updates:
             raise OrderError("nobody has said what is to be saved: call restore(state) before the loop")
         return {name: host_array(leaf, name) for name, leaf in by_path(self._tree).items()}, {}
 
     def _load(self, state: Any, files: Mapping[str, bytes]) -> None:
-        if not self._has_tree:
+        if not self._num_updates:
             raise OrderError("there is a checkpoint but nobody to take it: call restore(state) before the loop")
         self._tree = put_back(state, self._tree)
 

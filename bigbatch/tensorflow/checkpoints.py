@@ -40,7 +40,7 @@ class Checkpoints(Resumable):
         history: History | None = None,
         **more: Any,
     ) -> None:
-        self._model = accumulator.model
+        self._accumulator, self._model = accumulator, accumulator.model
         self._checkpoint = tf.train.Checkpoint(
             model=accumulator.model, optimizer=accumulator.optimizer, accumulator=accumulator, **more
         )
@@ -99,6 +99,9 @@ class Checkpoints(Resumable):
         if more := sorted(name for name in found.keys() - wanted.keys() if name.startswith("model/")):
             raise StateError(f"only the checkpoint has {more[0]}: go on with the model that it was saved with")
 
+    def _progress(self) -> "Progress":
+        return Progress(self._accumulator)
+
     def _begin_epoch(self, data: Any) -> None:
         """A dataset that shuffles draws the order of each epoch when it is begun: those behind are begun again."""
         super()._begin_epoch(data)
@@ -106,6 +109,23 @@ class Checkpoints(Resumable):
             for _ in range(self._num_behind):
                 next(iter(data), None)
         self._num_behind = 0
+
+
+class Progress:
+    """Steps, and micro-batches of a window that is added to: copied on the device, and fetched only to be compared."""
+
+    def __init__(self, accumulator: Accumulator) -> None:
+        sums = accumulator._window._sums
+        self._counts = [
+            tf.identity(count) for count in (accumulator.num_steps, *([] if sums is None else [sums.count]))
+        ]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Progress) and self._fetched() == other._fetched()
+
+    def _fetched(self) -> list[int]:
+        num_steps, *num_micro_batches = map(int, self._counts)
+        return [num_steps, *(num_micro_batches or [0])]
 
 
 def described(reader: Any) -> dict[str, tuple[Any, list[int]]]:

@@ -80,6 +80,11 @@ class Checkpoints(Resumable):
             else:
                 part.load_state_dict(state[name])
 
+    def _progress(self) -> tuple[int, int]:
+        """Steps, and micro-batches of a window that is fed; what an interrupted step has is no whole batch."""
+        accumulator = self._parts["accumulator"]
+        return accumulator.num_steps, 0 if accumulator._open is None else len(accumulator._open)
+
     def _random(self, data: Any) -> dict[str, Any]:
         return {
             **super()._random(data),

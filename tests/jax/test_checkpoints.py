@@ -72,6 +72,7 @@ class Loop:
     def run(self, stop: int | None = None) -> "Loop":
         self.state = self.checkpoints.restore(self.state)
         for batch in self.checkpoints.batches(Shuffled(), EPOCHS):
+            self.checkpoints.wait()  # as a disk that is quick, so that there is one of every batch
             if self.checkpoints.num_batches == stop:
                 break
             self.state = self.step(self.state, batch)
@@ -94,6 +95,25 @@ def test_stopped_anywhere(is_fed: bool, tmp_path: Path) -> None:
     for stop in range(0, TOTAL + 1, 1 if is_fed else 3):
         Loop(tmp_path / f"{stop}", is_fed).run(stop)
         assert Loop(tmp_path / f"{stop}", is_fed).run().ends_as(whole), f"stopped after {stop} batches"
+
+
+def test_saved_by_hand_before_and_after_a_step(tmp_path: Path) -> None:
+    """Whether the batch in hand is done or not, no batch is done twice and none is left out."""
+    whole = Loop(tmp_path / "whole").run()
+    for stop in (0, 3, 6):
+        for is_done in (False, True):
+            folder = tmp_path / f"{stop} {is_done}"
+            loop = Loop(folder)
+            loop.state = loop.checkpoints.restore(loop.state)
+            for batch in loop.checkpoints.batches(Shuffled(), EPOCHS):
+                if loop.checkpoints.num_batches < stop or is_done:
+                    loop.state = loop.step(loop.state, batch)
+                    loop.checkpoints.update(loop.state)
+                if loop.checkpoints.num_batches == stop:
+                    loop.checkpoints.save(wait=True)
+                    break
+            loop.checkpoints.close()
+            assert Loop(folder).run().ends_as(whole), f"stopped at batch {stop}, which was done: {is_done}"
 
 
 def test_without_the_random_numbers_it_would_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

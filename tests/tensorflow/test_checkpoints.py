@@ -56,6 +56,7 @@ class Loop:
 
     def run(self, stop: int | None = None) -> "Loop":
         for batch in self.checkpoints.batches(self.data, EPOCHS):
+            self.checkpoints.wait()  # as a disk that is quick, so that there is one of every batch
             if self.checkpoints.num_batches == stop:
                 break
             if self.kind == "added":
@@ -81,6 +82,22 @@ def test_stopped_anywhere(kind: str, tmp_path: Path) -> None:
     for stop in range(1, TOTAL + 1, 1 if kind == "added" else 3):
         Loop(tmp_path / f"{stop}", kind).run(stop)
         assert Loop(tmp_path / f"{stop}", kind).run().ends_as(whole), f"stopped after {stop} batches"
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_saved_by_hand_before_and_after_a_step(is_done: bool, tmp_path: Path) -> None:
+    """Whether the batch in hand is done or not, no batch is done twice and none is left out."""
+    whole = Loop(tmp_path / "whole").run()
+    for stop in (0, 3, 6):
+        loop = Loop(tmp_path / f"{stop}")
+        for batch in loop.checkpoints.batches(loop.data, EPOCHS):
+            if loop.checkpoints.num_batches < stop or is_done:
+                loop.history.append(loop.accumulator.step(batch))
+            if loop.checkpoints.num_batches == stop:
+                loop.checkpoints.save(wait=True)
+                break
+        loop.checkpoints.close()
+        assert Loop(tmp_path / f"{stop}").run().ends_as(whole), f"stopped at batch {stop}"
 
 
 def test_without_the_random_numbers_it_would_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from bigbatch import BigBatchWarning, History, OptionError, OrderError, StateError
+from bigbatch import BigBatchWarning, History, Interrupted, OptionError, OrderError, StateError
+from bigbatch.core.checkpoint import Store
 from bigbatch.torch import Accumulator, Checkpoints
 
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 54, 16, 3
@@ -74,6 +76,7 @@ class Loop:
 
     def run(self, stop: int | None = None) -> "Loop":
         for x, y in self.checkpoints.batches(self.loader, EPOCHS):
+            self.checkpoints.wait()  # as a disk that is quick, so that there is one of every batch
             if self.checkpoints.num_batches == stop:
                 break
             x = x.to(self.accumulator.model[0].weight.dtype)
@@ -131,6 +134,89 @@ def test_without_the_random_numbers_it_would_differ(tmp_path: Path, monkeypatch:
     Loop(tmp_path / "other").run(5)
     monkeypatch.setattr(Checkpoints, "_set_random", lambda *_: None)
     assert not Loop(tmp_path / "other").run().ends_as(whole)
+
+
+class Augmented(TensorDataset):
+    """Drawn anew whenever it is asked for, from what dropout draws from too."""
+
+    def __getitem__(self, index: Any) -> Any:
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.rand(()), y
+
+
+def stepped(folder: Path, stop: int, how: str) -> Loop:
+    """A loop that saves by hand when it stops at a batch; goes to its end if there is no such batch."""
+    loop = Loop(folder, every=None)
+    loop.loader = DataLoader(Augmented(*data().tensors), BATCH_SIZE, shuffle=True)
+    num_calls = 0
+
+    def interrupting(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if how == "in the step" and loop.checkpoints.num_batches == stop and num_calls % 3 == 2:
+            loop.accumulator.interrupt()
+        return loss(model, batch)
+
+    loop.accumulator.loss = interrupting
+    try:
+        for batch in loop.checkpoints.batches(loop.loader, EPOCHS):
+            is_last = loop.checkpoints.num_batches == stop
+            if is_last and how == "before the step":
+                break
+            num_calls = 0
+            loop.history.append(loop.accumulator.step(batch))
+            if is_last and how == "in the loop":
+                loop.checkpoints.save(wait=True)
+            if is_last:
+                break
+    except Interrupted:
+        assert loop.accumulator.state_dict()["window"] is not None
+    if how != "in the loop" and stop >= 0:
+        loop.checkpoints.save(wait=True)
+    loop.checkpoints.close()
+    return loop
+
+
+@pytest.mark.parametrize("how", ["before the step", "in the step", "in the loop", "after the step"])
+def test_saved_by_hand(how: str, tmp_path: Path) -> None:
+    """Whether the batch in hand is done or not, no batch is done twice and none is left out."""
+    whole = stepped(tmp_path / "whole", -1, "")
+    assert len(whole.history) == NUM_BATCHES
+    for stop in range(0, NUM_BATCHES, 3 if how == "after the step" else 2):
+        if how == "in the step" and stop % 4 == 3:
+            continue  # the last batch of an epoch has one micro-batch
+        stepped(tmp_path / f"{stop}", stop, how)
+        assert stepped(tmp_path / f"{stop}", -1, "").ends_as(whole), f"stopped at batch {stop}"
+
+
+def test_a_loop_that_is_left_and_taken_up_in_the_same_process(tmp_path: Path) -> None:
+    whole = Loop(tmp_path / "whole").run()
+    loop = Loop(tmp_path / "left")
+    for stop in (2, 5, 6):
+        for batch in loop.checkpoints.batches(loop.loader, EPOCHS):
+            loop.history.append(loop.accumulator.step(batch))
+            if len(loop.history) == stop:
+                break
+    assert loop.run().ends_as(whole)
+
+
+def test_a_slow_disk_does_not_stop_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write = threading.Event()
+    write = Store._write
+
+    def slow(*args: Any) -> None:
+        assert may_write.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(Store, "_write", slow)
+    loop = Loop(tmp_path)
+    for batch in loop.checkpoints.batches(loop.loader, EPOCHS):
+        loop.history.append(loop.accumulator.step(batch))
+        if len(loop.history) == NUM_BATCHES:
+            assert not list(tmp_path.glob("0*"))
+            may_write.set()
+    loop.checkpoints.close()
+    assert len(list(tmp_path.glob("0*"))) == 2
 
 
 def test_more_epochs_of_a_finished_loop(tmp_path: Path) -> None:
