@@ -12,6 +12,7 @@ from ..core.step import Step
 from ..core.verification import Verification, judge, relative_error
 from ..keras import accumulate
 from ..keras.checks import batch_norms
+from . import randomness
 from .config import Config
 from .engine import EPSILON, PlainEngine, check_kind, refuse_nonfinite, scores_of
 from .errors import TaskError
@@ -33,6 +34,7 @@ class KerasEngine(PlainEngine):
         refuse_nonfinite(task, config)
         self.device = f"{keras.backend.backend()}'s own"
         keras.utils.set_random_seed(config.seed)
+        randomness.OfKeras.begin(config.seed)
         keras.config.set_dtype_policy(POLICIES[config.precision])
         self.micro_batch_size = config.micro_batch_size
         self.model = self._make_model()

@@ -22,13 +22,13 @@ def state() -> dict[str, Any]:
 
 
 def restore(found: dict[str, Any]) -> None:
-    """Puts them where they were."""
-    name, keys, *others = found["numpy"]
-    core_random.restore({"python": found["python"], "numpy": (name, np.asarray(keys), *others)})
+    """Puts them where they were; last those that frameworks may draw from when they make theirs."""
     for name, framework in FRAMEWORKS.items():
         if name in found:
             importlib.import_module(name)
             framework.restore(found[name])
+    name, keys, *others = found["numpy"]
+    core_random.restore({"python": found["python"], "numpy": (name, np.asarray(keys), *others)})
 
 
 def seed(number: int) -> None:
@@ -135,4 +135,32 @@ class OfTensorFlow:
             stateful_random_ops.global_generator.reset_from_seed(number)
 
 
-FRAMEWORKS: dict[str, Any] = {"torch": OfTorch, "tensorflow": OfTensorFlow}
+class OfKeras:
+    """What random operations without a seed draw from, on any backend; Keras 3.15 has no public way to it."""
+
+    @staticmethod
+    def state() -> np.ndarray | None:
+        from keras.src.backend.common import global_state
+
+        generator = global_state.get_global_attribute("global_seed_generator")
+        return None if generator is None else np.array(generator.state)
+
+    @staticmethod
+    def restore(found: Any) -> None:
+        from keras.src.random.seed_generator import global_seed_generator
+
+        if found is not None:
+            global_seed_generator().state.assign(np.asarray(found))
+
+    @staticmethod
+    def seed(number: int) -> None:
+        if OfKeras.state() is not None:
+            OfKeras.begin(number)
+
+    @staticmethod
+    def begin(number: int) -> None:
+        """Makes one, which else the first operation would do."""
+        OfKeras.restore(np.array([number % 2**31, 0]))
+
+
+FRAMEWORKS: dict[str, Any] = {"torch": OfTorch, "tensorflow": OfTensorFlow, "keras": OfKeras}

@@ -10,6 +10,7 @@ from ..core.errors import OptionError
 from ..core.step import Step
 from ..core.verification import Verification
 from ..tensorflow import Accumulator, nest, verify
+from . import randomness
 from .config import Config
 from .engine import PlainEngine, check_kind, on_nonfinite, scores_of
 from .keras_engine import POLICIES, inner, make_optimizer, weights_of
@@ -25,6 +26,7 @@ class TensorFlowEngine(PlainEngine):
         self.task = task
         self.device = device_of(config.device)
         keras.utils.set_random_seed(config.seed)
+        randomness.OfKeras.begin(config.seed)
         tf.random.set_global_generator(tf.random.Generator.from_seed(config.seed))  # else its seed is another each time
         keras.config.set_dtype_policy(POLICIES[config.precision])
         with tf.device(self.device), their_own_errors():

@@ -1,6 +1,7 @@
 """A checkpoint that does not fit the task is refused with one sentence, and nothing of the task is changed."""
 
 import copy
+import json
 import subprocess
 import time
 from itertools import pairwise
@@ -160,6 +161,29 @@ def test_another_shape_in_keras(framework, tmp_path):
     assert done.returncode == 2, done.stderr
     assert "dense/kernel is float32[6, 4] in the saved state but float32[6, 5] in the task" in done.stderr
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+NOISE = """
+class Noise(keras.layers.Layer):
+    def call(self, x):
+        return x + 0.1 * keras.random.normal((1, 6))
+
+def model():
+    return keras.Sequential([keras.Input((6,)), Noise(), keras.layers.Dense(1)])
+"""
+
+
+def test_random_numbers_of_keras_without_a_seed(tmp_path):
+    task = tmp_path / "task.py"
+    task.write_text(KERAS.format(framework="keras", size=4, loss="'mse'") + NOISE)
+    train(task, tmp_path / "whole", "--steps", 4)
+    train(task, tmp_path / "parts", "--steps", 2)
+    done = run("train", task, "--resume", tmp_path / "parts", "--steps", 4)
+    assert done.returncode == 0, done.stderr
+    whole, parts = ((tmp_path / name / "history.jsonl").read_text() for name in ("whole", "parts"))
+    assert whole == parts
+    losses = [json.loads(line)["loss"] for line in whole.splitlines()]
+    assert len(set(losses)) == 4
 
 
 def test_a_run_of_an_older_version(tmp_path):
