@@ -158,12 +158,16 @@ class Store:
         self._join()
         if self._error is not None:
             error, self._error = self._error, None
-            warnings.warn(
-                f"a checkpoint could not be written to {self.folder} ({reason(error)}): the ones before are untouched, "
-                "and training goes on; see that the folder can be written to and has space",
-                BigBatchWarning,
-                stacklevel=3,
-            )
+            self.tell(error)
+
+    def tell(self, error: BaseException) -> None:
+        """Warns of one that could not be written."""
+        warnings.warn(
+            f"a checkpoint could not be written to {self.folder} ({reason(error)}): the ones before are untouched, "
+            "and training goes on; see that the folder can be written to and has space",
+            BigBatchWarning,
+            stacklevel=4,
+        )
 
     def _join(self) -> None:
         if self._writer is not None and os.getpid() == self._pid:

@@ -77,7 +77,14 @@ class Resumable:
         In the loop, or after it was left, the batch in hand counts as done if it was trained on to its end.
         """
         self._count_if_trained()
-        trained, files = self._state()
+        self._every.saved(self.num_batches)
+        try:
+            trained, files = self._state()
+        except OSError as error:  # of a framework that writes its state by itself
+            if wait:
+                raise
+            self._store.tell(error)
+            return
         state = {
             "trained": trained,
             "place": [self.epoch, self.place, self.num_batches],
@@ -87,7 +94,6 @@ class Resumable:
         }
         own = {} if self.history is None else {HISTORY: self.history.to_lines()}
         self._store.save(self.num_batches, state, {**files, **own}, wait=wait)
-        self._every.saved(self.num_batches)
 
     def _restore(self) -> bool:
         """Takes up the newest checkpoint that is whole; False if there is none."""

@@ -116,5 +116,6 @@ def as_leaf(array: np.ndarray, like: Any) -> Any:
     if is_key(like):
         return jax.random.wrap_key_data(jnp.array(array), impl=jax.random.key_impl(like))
     if isinstance(like, jax.Array):
-        return jax.device_put(jnp.array(array), like.sharding)
+        is_weak = like.weak_type and not array.ndim  # a plain number, which takes the type of what it meets
+        return jax.device_put(jnp.asarray(array.item()) if is_weak else jnp.array(array), like.sharding)
     return array.copy() if isinstance(like, np.ndarray) else type(like)(array.item())

@@ -61,7 +61,11 @@ class Checkpoints(Resumable):
 
     def _state(self) -> tuple[Any, Mapping[str, bytes]]:
         with tempfile.TemporaryDirectory() as folder:
-            self._checkpoint.write(f"{folder}/{PREFIX}")
+            try:
+                self._checkpoint.write(f"{folder}/{PREFIX}")
+            except tf.errors.OpError as error:  # the disk of temporary files is full, or the like
+                text = f"TensorFlow could not write to {tempfile.gettempdir()}: {str(error.message).splitlines()[0]}"
+                raise OSError(text) from error
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
         return {"seeds": [v.numpy() for v in seeds_of(self._model)]}, files
 

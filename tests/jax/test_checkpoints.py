@@ -143,6 +143,18 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     assert found["a"].tolist() == [0, 0, 0]
 
 
+def test_a_plain_number_stays_one(tmp_path: Path) -> None:
+    """It would make float32 of all that is bfloat16."""
+    state = {"rate": jnp.asarray(0.1), "params": jnp.ones(3, jnp.bfloat16)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.restore(state)
+        checkpoints.save(wait=True)
+    with Checkpoints(tmp_path) as checkpoints:
+        found = checkpoints.restore({"rate": jnp.asarray(0.0), "params": jnp.zeros(3, jnp.bfloat16)})
+    assert found["rate"] == state["rate"]
+    assert (found["rate"] * found["params"]).dtype == jnp.bfloat16
+
+
 def test_sharded_arrays_go_back_to_where_they_were(tmp_path: Path) -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
     sharding = NamedSharding(mesh, PartitionSpec("d"))

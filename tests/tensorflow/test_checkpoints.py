@@ -129,3 +129,18 @@ def test_a_model_that_is_built_late(tmp_path: Path) -> None:
     Loop(tmp_path, "built late").run(2)
     with pytest.raises(OrderError, match="give its layers an Input"):
         Loop(tmp_path, "built late").checkpoints.restore()
+
+
+def test_a_full_disk_of_temporary_files_does_not_end_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(tmp_path)
+
+    def full(self: Any, path: str) -> None:
+        raise tf.errors.ResourceExhaustedError(None, None, "No space left on device")
+
+    monkeypatch.setattr(tf.train.Checkpoint, "write", full)
+    with (
+        pytest.warns(BigBatchWarning, match="could not be written .*No space left on device"),
+        pytest.raises(OSError, match="No space left on device"),  # of the last one, which is waited for
+    ):
+        loop.run()
+    assert len(loop.history) == TOTAL
