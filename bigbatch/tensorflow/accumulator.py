@@ -110,6 +110,7 @@ class Accumulator(tf.Module):
         if count := self._window.num_micro_batches():
             raise OrderError(f"a window of {count} micro-batches is open: call flush() before step()")
         with self._update.alone():
+            self._window.check_whole()
             return self._step_window(batch) if isinstance(batch, Window) else self._step_batch(batch)
 
     def _step_batch(self, batch: Any) -> Step:

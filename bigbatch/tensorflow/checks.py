@@ -15,6 +15,7 @@ from .gradients import wide_dtype
 
 WEIGHT = tf.float64  # counts are exact in it
 BAD_LOSS = "the loss is no scalar: return the mean, for example tf.reduce_mean(loss)"
+BAD_ROWS = "a sparse gradient has rows that its variable has not: pass tape.gradient(loss, model.trainable_variables)"
 BAD_STEPS = "accumulation_steps(step) is less than 1: return a whole number of at least 1"
 BAD_WEIGHT = (
     "the weight of a micro-batch is negative or not finite: a weight says over how many samples or tokens "
@@ -106,10 +107,10 @@ def added_up(weight: Any) -> tuple[tf.Tensor, tf.Tensor]:
     return added, tf.reduce_all(wide >= 0) & tf.math.is_finite(added)
 
 
-def checked(weights: tf.Tensor, is_good: tf.Tensor) -> tf.Tensor:
-    """The weights, with a check in the graph; `step` turns it into a WeightError."""
-    with tf.control_dependencies([tf.debugging.Assert(is_good, [BAD_WEIGHT])]):
-        return tf.identity(weights)
+def checked(value: tf.Tensor, is_good: tf.Tensor, message: str = BAD_WEIGHT) -> tf.Tensor:
+    """The value, with a check in the graph; `telling` turns it into the error that it is."""
+    with tf.control_dependencies([tf.debugging.Assert(is_good, [message])]):
+        return tf.identity(value)
 
 
 @contextmanager
@@ -144,11 +145,30 @@ def check_gradients(gradients: Any, variables: Sequence[Any]) -> None:
                 f"gradient {k} is a {type(g).__name__} {f'of {kind} ' if kind else ''}but its variable is of "
                 f"{tf.as_dtype(v.dtype).name}: pass tape.gradient(loss, model.trainable_variables)"
             )
-        if not g.shape.is_compatible_with(v.shape):
+        shape = g.shape
+        if isinstance(g, tf.IndexedSlices) and g.values.shape.rank:
+            shape = tf.TensorShape([shape[0] if shape.rank else None, *g.values.shape[1:]])
+        if not shape.is_compatible_with(v.shape):
             raise GradientError(
-                f"gradient {k} has the shape {g.shape} but its variable {v.shape}: "
+                f"gradient {k} has the shape {shape} but its variable {v.shape}: "
                 "pass tape.gradient(loss, model.trainable_variables)"
             )
+
+
+def rows_at_hand(gradients: Sequence[Any], variables: Sequence[Any]) -> list[tf.Tensor]:
+    """Refuses sparse gradients of rows that there are none of; in a graph, when these tensors are computed."""
+    rows = []
+    for k, (g, v) in enumerate(zip(gradients, variables, strict=True)):
+        if not isinstance(g, tf.IndexedSlices):
+            continue
+        is_good = tf.reduce_all((g.indices >= 0) & (g.indices < v.shape[0]))
+        if tf.executing_eagerly() and not is_good:
+            raise GradientError(
+                f"gradient {k} has the rows {g.indices.numpy().min()} to {g.indices.numpy().max()} but its variable "
+                f"{v.shape[0]} rows: pass tape.gradient(loss, model.trainable_variables)"
+            )
+        rows.append(checked(g.indices, is_good, BAD_ROWS))
+    return rows
 
 
 def batch_norms(model: Any) -> list[str]:

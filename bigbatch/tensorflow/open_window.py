@@ -32,7 +32,7 @@ class OpenWindow(tf.Module):
 
     def num_micro_batches(self) -> int:
         """How many there are in the window so far; in eager code."""
-        return 0 if self._sums is None else int(self._sums.count.numpy())
+        return 0 if self._sums is None else self._sums.num_whole()
 
     def add(self, found: Sequence[Gradient], weight: Any = None, loss: Any = None) -> None:
         """On a replica: one more micro-batch, and the step if it was the window's last."""
@@ -56,17 +56,28 @@ class OpenWindow(tf.Module):
         factor = tf.ones([], WEIGHT) if self.reduction == "sum" else counted
         value = checks.loss_at_hand(float("nan") if loss is None else loss)
         value = value if loss is None else tf.math.multiply_no_nan(value, factor)
-        if not self.update.is_ready or self._sums is None or not self._sums.fits(variables, 1):
-            context.merge_call(lambda _: self._prepare())
-        with tf.control_dependencies([counted, steps]):  # a graph adds nothing either if one of them is refused
+        rows = checks.rows_at_hand(found, variables)
+        is_good = context.merge_call(self._begin, args=(counted, steps, value, *rows))
+        with tf.control_dependencies([is_good]):
             self.sums.add(gradients.weighted([gradients.widened(g) for g in found], factor), counted, value[None])
             context.merge_call(lambda _: self._count(steps))
 
-    def _prepare(self) -> None:
-        """Across replicas: makes what no replica can make by itself."""
-        with tf.init_scope():
-            self.sums_for(1)
-            self.update.prepare()
+    def _begin(self, _: Any, *checked: Any) -> tf.Tensor:
+        """Across replicas: what comes before adding, and waits for the checks of all of them, in a graph too.
+
+        If one replica is refused, none adds anything.
+        """
+        if not self.update.is_ready or self._sums is None or not self._sums.fits(self.update.variables_now(), 1):
+            with tf.init_scope():
+                self.sums_for(1)
+                self.update.prepare()
+        if tf.executing_eagerly():
+            self.check_whole()
+            self._check_unchanged()
+            self.sums.began()
+        local = self.strategy.experimental_local_results
+        with tf.control_dependencies([result for each in checked for result in local(each)]):
+            return tf.zeros([])
 
     def _check_eager(self, call: str) -> None:
         optimizer = self.update.optimizer
@@ -85,6 +96,7 @@ class OpenWindow(tf.Module):
             else:
                 tf.debugging.Assert(self.sums.count == 0, [OTHER_VARIABLES])
             return None
+        self.check_whole()
         if not self.num_micro_batches():
             return None
         self._check_unchanged()
@@ -122,14 +134,26 @@ class OpenWindow(tf.Module):
 
     def _count(self, steps: tf.Tensor) -> None:
         """Across replicas: what each of them added is one micro-batch."""
-        self._check_unchanged()
         self.sums.counted(self.update.optimizer.num_steps())
         tf.cond(self.sums.count >= steps, self._close_told, lambda: None)
 
+    def check_whole(self) -> None:
+        """Across replicas, in eager code: drops what is left of a micro-batch that was added in part.
+
+        As by a KeyboardInterrupt. If it was the first of its window, nothing else is lost.
+        """
+        if self._sums is None or self._sums.is_whole():
+            return
+        count = self.num_micro_batches()
+        self.clear()
+        if count:
+            raise OrderError(
+                f"add() was interrupted when its window had {count} micro-batches, and nobody knows how much of the "
+                "next was added, so the window was dropped: feed its micro-batches again"
+            )
+
     def _check_unchanged(self) -> None:
         """Across replicas, in eager code: drops a window whose variables somebody else has changed since it began."""
-        if not tf.executing_eagerly():
-            return
         now = users.num_changes(self.update.variables_now())
         count = self.num_micro_batches()
         if not count or self._changes is None:

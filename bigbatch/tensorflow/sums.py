@@ -33,6 +33,7 @@ class Sums(tf.Module):
             self.weight = self._sum([], WEIGHT)
             self.losses = self._sum([num_terms], WEIGHT)
             self.count = tf.Variable(0, trainable=False, name="count")
+            """~count, which is negative, while a micro-batch is being added in eager code."""
             self.opened_at = tf.Variable(-1, trainable=False, dtype=tf.int64, name="opened_at")
             """How often the optimizer had stepped when the window was opened."""
             self.has_gradient = tf.Variable(tf.zeros([len(variables)], tf.bool), trainable=False, name="has_gradient")
@@ -62,12 +63,26 @@ class Sums(tf.Module):
         self.weight.assign_add(weight)
         self.losses.assign_add(losses)
 
+    def began(self) -> None:
+        """Across replicas, in eager code: what is added from now on is one micro-batch."""
+        self.count.assign(~self.num_whole())
+
+    def is_whole(self) -> bool:
+        """In eager code: whether no micro-batch was added in part, as if an exception came in between."""
+        return int(self.count.numpy()) >= 0
+
+    def num_whole(self) -> int:
+        """In eager code: how many micro-batches there are, without one that was added in part."""
+        count = int(self.count.numpy())
+        return count if count >= 0 else ~count
+
     def counted(self, num_steps: tf.Tensor | None = None) -> None:
         """Across replicas: what was added on each is one micro-batch, when the optimizer had stepped so often."""
+        count = self.num_whole() if tf.executing_eagerly() else tf.identity(self.count)
         if num_steps is not None:
-            self.opened_at.assign(tf.where(self.count == 0, num_steps, self.opened_at))
+            self.opened_at.assign(tf.where(tf.equal(count, 0), num_steps, self.opened_at))
         self.has_gradient.assign(self.has_gradient | [k in self._added for k in range(len(self.gradients))])
-        self.count.assign_add(1)
+        self.count.assign(count + 1)
         if not tf.executing_eagerly():
             self._in_graphs |= self._added
         self._added.clear()

@@ -34,6 +34,7 @@ from tests.tensorflow.test_accumulator import (
     parts,
     snapshot,
 )
+from tests.tensorflow.training import mirrored
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -45,7 +46,21 @@ def assert_refused(accumulator: Accumulator, call: Callable[[], Any], error: typ
     assert "\n" not in str(caught.value)
     assert_untouched(accumulator, before)
     assert accumulator.flush() is None
+    assert_nothing_left(accumulator)
     assert_exact_step(accumulator)
+
+
+def assert_nothing_left(accumulator: Accumulator) -> None:
+    """The next window of add(), whose sums outlive a call, is the full batch too."""
+    if accumulator.accumulation_steps is None:
+        return
+    accumulator._window.accumulation_steps = 4
+    model = make_model()
+    model.set_weights(accumulator.model.get_weights())
+    for part in parts(make_batch()):
+        add(accumulator, part)
+    assert accumulator.flush().is_applied
+    assert_same(accumulator.model, full_batch_step(model, keras.optimizers.SGD(0.1)))
 
 
 def vector(model: Any, batch: Any) -> Any:
@@ -292,6 +307,7 @@ def test_weights_and_losses_of_add_in_a_graph(weight: Any, value: Any, error: ty
         tf.function(feed)()
     assert_untouched(accumulator, before)
     assert accumulator.flush() is None
+    assert_nothing_left(accumulator)
     assert_exact_step(accumulator)
 
 
@@ -312,7 +328,75 @@ def test_windows_of_no_micro_batches(steps: Any, in_graph: bool, error: type[Exc
         feed()
     assert_untouched(accumulator, before)
     assert accumulator.flush() is None
+    assert_nothing_left(accumulator)
     assert_exact_step(accumulator)
+
+
+def slices(rows: list[int], width: int, num_rows: int | None = None) -> tf.IndexedSlices:
+    values = tf.ones([len(rows), width], tf.float64)
+    return tf.IndexedSlices(values, tf.constant(rows), None if num_rows is None else tf.constant([num_rows, width]))
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize(
+    ("last", "is_known_before", "message"),
+    [
+        (lambda: slices([0, 1], 4), True, r"gradient 2 has the shape \(None, 4\) but its variable \(7, 3\)"),
+        (lambda: slices([0, 1], 3, 8), True, r"gradient 2 has the shape \(8, 3\) but its variable \(7, 3\)"),
+        (lambda: slices([0, 9], 3), False, "gradient 2 has the rows 0 to 9 but its variable 7 rows"),
+        (lambda: slices([-1, 2], 3, 7), False, "gradient 2 has the rows -1 to 2 but its variable 7 rows"),
+    ],
+)
+def test_sparse_gradients_that_do_not_fit(last: Any, is_known_before: bool, message: str, in_graph: bool) -> None:
+    """Those before it in the list would be added already."""
+    accumulator = make(accumulation_steps=2)
+
+    def feed() -> None:
+        found = gradients(accumulator.model, make_batch())[1]
+        accumulator.add([*found[:2], last(), *found[3:]], weight=11)
+
+    before = snapshot(accumulator)
+    if in_graph and not is_known_before:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="rows that its variable has not"):
+            tf.function(feed)()
+    else:
+        with pytest.raises(GradientError, match=message):
+            tf.function(feed)() if in_graph else feed()
+    assert_untouched(accumulator, before)
+    assert accumulator.flush() is None
+    assert_nothing_left(accumulator)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("bad_replica", [0, 1])
+def test_a_bad_weight_on_one_replica_adds_nothing_on_any(bad_replica: int, in_graph: bool) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        accumulator = make(None, accumulation_steps=2)
+    weights = tf.Variable([4.0, 4.0])
+
+    def on_replica(x: Any, y: Any) -> None:
+        place = tf.distribute.get_replica_context().replica_id_in_sync_group
+        value, found = gradients(accumulator.model, (x, y))
+        accumulator.add(found, weight=tf.gather(weights, place), loss=value)
+
+    def feed(x: Any, y: Any) -> None:
+        strategy.run(on_replica, args=(x, y))
+
+    feed = tf.function(feed) if in_graph else feed
+    first, second = parts(make_batch())[:2]
+    for _ in range(3):
+        model = make_model()
+        model.set_weights(accumulator.model.get_weights())
+        both = [np.concatenate(each) for each in zip(first, second, strict=True)]
+        full_batch_step(model, keras.optimizers.SGD(0.1), both)
+        feed(*map(tf.constant, first))
+        weights[bad_replica].assign(-4.0)
+        with pytest.raises((WeightError, tf.errors.InvalidArgumentError), match=r"weight of .* micro-batch is"):
+            feed(*map(tf.constant, second))
+        weights[bad_replica].assign(4.0)
+        feed(*map(tf.constant, second))
+        assert_same(accumulator.model, model)
 
 
 def test_step_inside_of_a_graph() -> None:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from bigbatch import OrderError, Window
 from bigbatch.tensorflow import Accumulator, users
+from bigbatch.tensorflow.sums import Sums
 from tests.tensorflow.test_accumulator import (
     add,
     assert_exact_step,
@@ -119,6 +120,38 @@ def test_a_window_whose_variables_another_changed_is_dropped(changed_by: str, ne
     assert_untouched(accumulator, before)
     assert accumulator.flush() is None
     assert_exact_step(accumulator)
+
+
+@pytest.mark.parametrize("next_call", ["add", "flush", "step"])
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_micro_batch_that_was_added_in_part_is_never_applied(
+    num_before: int, next_call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accumulator = make(4, accumulation_steps=3)
+    pieces = parts(make_batch())
+    for piece in pieces[:num_before]:
+        add(accumulator, piece)
+    before = snapshot(accumulator)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sums, "counted", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            add(accumulator, pieces[num_before])
+    if num_before:
+        with pytest.raises(OrderError, match=r"had 1 micro-batches, .* dropped: feed its micro-batches again"):
+            add(accumulator, pieces[0]) if next_call == "add" else accumulator.flush()
+    elif next_call == "flush":
+        assert accumulator.flush() is None
+    assert_untouched(accumulator, before)
+    if next_call == "step":
+        accumulator.step(Window(pieces))
+    else:
+        for piece in pieces:
+            add(accumulator, piece)
+    assert_same(accumulator.model, full_batch_step(make_model(), keras.optimizers.SGD(0.1)))
 
 
 def test_a_step_that_was_skipped_changed_nothing() -> None:
