@@ -15,18 +15,12 @@ from .checks import WEIGHT
 from .gradients import Gradient
 from .open_window import OpenWindow
 from .outcome import OnNonFinite, Outcome
+from .sums import Graphs
 from .update import Update
 from .window import WindowGraph
 
 Loss = Callable[[Any, Any], Any]
 Weight = Callable[[Any], Any]
-
-
-class Graphs:
-    """The graphs that were made; a plain dict would be taken into checkpoints by tf.Module."""
-
-    def __init__(self) -> None:
-        self.made: dict[Any, Any] = {}
 
 
 class Accumulator(tf.Module):
@@ -136,11 +130,13 @@ class Accumulator(tf.Module):
         try:
             with checks.telling():
                 for each in spread:
-                    self._compiled(("add", id(sums)), self._on_add, *each, spec)(total, *each[1])
+                    self._compiled("add", self._on_add, *each, spec, graphs=sums.graphs)(total, *each[1])
             close: Any = self._window.close
             if self._update.optimizer.runs_in_graph:
-                name = ("close", id(sums), tuple(sums.present()))
-                close = self._compiled(name, lambda _: self._window.close, nest.Layout(()), [], spec)
+                name = ("close", tuple(sums.present()))
+                close = self._compiled(
+                    name, lambda _: self._window.close, nest.Layout(()), [], spec, graphs=sums.graphs
+                )
             return self._told(close(total))
         except BaseException:
             self._window.clear()
@@ -153,26 +149,35 @@ class Accumulator(tf.Module):
     def _spread(self, batch: Any) -> tuple[nest.Layout, list[Any]]:
         """The batch's layout, and its tensors: one part for each replica where there are several."""
         num_replicas = self.strategy.num_replicas_in_sync
-        if num_replicas > 1 and replicas.is_spread(batch):
-            local = self.strategy.experimental_local_results
-            layout = nest.Layout(tf.nest.map_structure(lambda leaf: local(leaf)[0], batch))
+        is_spread = num_replicas > 1 and replicas.is_spread(batch)
+        layouts = [nest.Layout(part) for part in (replicas.parts(self.strategy, batch) if is_spread else [batch])]
+        layout = layouts[0]
+        batch_size = sum(map(nest.batch_size, layouts))
+        if batch_size == 0 and replicas.are_all_here(self.strategy):
+            raise BatchError(f"{layout.names()[0]} has 0 samples: leave empty batches out of the stream")
+        if is_spread:
             leaves = tf.nest.flatten(batch)
             return layout, [leaves[k] for k in layout.places]
-        layout = nest.Layout(batch)
-        batch_size = nest.batch_size(layout)
         if num_replicas > 1:
             return layout, [replicas.spread(self.strategy, tensor, batch_size) for tensor in layout.tensors]
-        if batch_size == 0:
-            raise BatchError(f"{layout.names()[0]} has 0 samples: leave empty batches out of the stream")
         return layout, layout.tensors
 
     def _compiled(
-        self, name: Any, make: Callable[..., Any], layout: nest.Layout, tensors: Sequence[Any], *more: tf.TypeSpec
+        self,
+        name: Any,
+        make: Callable[..., Any],
+        layout: nest.Layout,
+        tensors: Sequence[Any],
+        *more: tf.TypeSpec,
+        graphs: Graphs | None = None,
     ) -> Any:
-        """A graph for this kind of batch, of any size; made once."""
+        """A graph for this kind of batch, of any size; made once, unless something in the batch may change.
+
+        `graphs` are those that use certain sums.
+        """
         in_python = tf.config.functions_run_eagerly()  # to be looked into
         key = (name, layout.key, more, tuple(map(id, self.model.trainable_variables)), in_python)
-        made = self._graphs.made
+        made = (graphs or self._graphs).made if layout.is_lasting else {}
         if key not in made:
             checks.check_trainable(self.model, is_called=True)
             self._update.optimizer.check_knows(self.model.trainable_variables)

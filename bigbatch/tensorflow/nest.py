@@ -1,5 +1,7 @@
 """A batch is any nest of tensors: what its size is and how it is cut, in a graph as well as outside of one."""
 
+import enum
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +11,8 @@ import tensorflow as tf
 from ..core.errors import BatchError
 
 Leaf = Any  # tf.Tensor, tf.RaggedTensor or tf.SparseTensor
+PLAIN = (str, bytes, bool, int, float, complex, type(None), np.generic, tf.DType)
+NAMED = (type, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
 
 
 class Layout:
@@ -28,6 +32,11 @@ class Layout:
         """Equal for batches that one compiled function can take."""
         return structure(self.batch), *map(kind, self.leaves)
 
+    @property
+    def is_lasting(self) -> bool:
+        """Whether equal keys mean equal batches; an object of a class of the user's may change between two calls."""
+        return all(is_tensor(leaf) or isinstance(leaf, PLAIN + NAMED) for leaf in self.leaves)
+
     def specs(self) -> list[tf.TypeSpec]:
         """The kinds of the tensors, for a batch of any size."""
         return [any_size(leaf) for leaf in self.tensors]
@@ -40,10 +49,7 @@ class Layout:
         return tf.nest.pack_sequence_as(self.batch, leaves)
 
     def names(self) -> list[str]:
-        paths = tf.nest.flatten_with_tuple_paths(self.batch) if hasattr(tf.nest, "flatten_with_tuple_paths") else None
-        if paths is None:
-            return [f"tensor {k}" for k in self.places]
-        return ["batch" + "".join(f"[{part!r}]" for part in paths[k][0]) for k in self.places]
+        return [f"tensor {k}" for k in self.places]
 
 
 def structure(batch: Any) -> Any:
@@ -61,7 +67,9 @@ def kind(leaf: Any) -> Any:
     """What of a leaf is the same for batches of any size."""
     if isinstance(leaf, tf.Tensor):
         return leaf.dtype, leaf.shape.rank, *leaf.shape[1:]
-    return any_size(leaf) if is_tensor(leaf) else repr(leaf)
+    if is_tensor(leaf):
+        return any_size(leaf)
+    return leaf if isinstance(leaf, NAMED) else (type(leaf), repr(leaf))  # 1, 1.0 and True are equal
 
 
 def as_leaf(item: Any) -> Any:

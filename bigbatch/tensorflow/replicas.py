@@ -20,6 +20,23 @@ def is_spread(batch: Any) -> bool:
     return any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(batch))
 
 
+def are_all_here(strategy: tf.distribute.Strategy) -> bool:
+    """Whether all replicas are in this process, so that what they have together can be seen."""
+    num = strategy.num_replicas_in_sync
+    return num == 1 or len(strategy.extended.worker_devices) == num
+
+
+def parts(strategy: tf.distribute.Strategy, batch: Any) -> list[Any]:
+    """What each replica of this process has of such a batch; what is not spread goes to all of them."""
+
+    def part(leaf: Any, place: int) -> Any:
+        is_apart = isinstance(leaf, tf.distribute.DistributedValues)
+        return strategy.experimental_local_results(leaf)[place] if is_apart else leaf
+
+    num = len(strategy.extended.worker_devices)
+    return [tf.nest.map_structure(lambda leaf, place=place: part(leaf, place), batch) for place in range(num)]
+
+
 def spread(strategy: tf.distribute.Strategy, tensor: Any, batch_size: int) -> Any:
     """A tensor's rows, handed to the replicas of this process one after the other; the last may get fewer or none."""
     num = len(strategy.extended.worker_devices)

@@ -17,6 +17,13 @@ OTHER_VARIABLES = (
 )
 
 
+class Graphs:
+    """The graphs that were made; a plain dict would be taken into checkpoints by tf.Module."""
+
+    def __init__(self) -> None:
+        self.made: dict[Any, Any] = {}
+
+
 class Sums(tf.Module):
     """One sum for each variable, the weight so far, the loss so far, and how many micro-batches there were.
 
@@ -37,6 +44,8 @@ class Sums(tf.Module):
             self.opened_at = tf.Variable(-1, trainable=False, dtype=tf.int64, name="opened_at")
             """How often the optimizer had stepped when the window was opened."""
             self.has_gradient = tf.Variable(tf.zeros([len(variables)], tf.bool), trainable=False, name="has_gradient")
+        self.graphs = Graphs()
+        """Those that use these variables, and are gone with them."""
         self._added: set[int] = set()
         self._in_graphs: set[int] = set()
 

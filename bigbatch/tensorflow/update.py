@@ -63,10 +63,10 @@ class Update(tf.Module):
 
     @contextmanager
     def alone(self, replica: int | None = None) -> Iterator[None]:
-        """Keeps other threads and accumulators away from the model, on one replica or on all of them."""
+        """Keeps others away from the model and the optimizer, on one replica or on all of them."""
         every = range(self.strategy.num_replicas_in_sync)
         variables = self.variables_now()
-        with users.alone([self.model, *variables], every if replica is None else [replica]):
+        with users.alone([self.model, self.optimizer.optimizer, *variables], every if replica is None else [replica]):
             self._held.variables = variables
             yield
 

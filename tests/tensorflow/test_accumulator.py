@@ -1,5 +1,7 @@
 """What a step is made of: order of calls, options, schedules, bad input. Nothing is changed by an error."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -651,3 +653,42 @@ def test_batch_norm_is_told_about_once() -> None:
     assert len(told) == 1
     model.layers[1].trainable = False
     Accumulator(model, keras.optimizers.SGD(0.1), loss, 4).step(make_batch())
+
+
+@pytest.mark.parametrize("kind", ["batch", "window"])
+def test_an_object_of_the_users_may_change_between_steps(kind: str) -> None:
+    """Objects of a class of the user's look alike, the same one with other values, or a new one in its place."""
+
+    class Options:
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+    def scaled(model: Any, batch: Any) -> Any:
+        return batch[2].factor * loss(model, batch[:2])
+
+    accumulator, model = make(loss=scaled), make_model()
+    optimizer, options = keras.optimizers.SGD(0.1), Options(1.0)
+    for factor in (1.0, 3.0, 0.5):
+        options.factor = factor
+        batches = [(*part, options) for part in parts(make_batch())]
+        accumulator.step((*make_batch(), options) if kind == "batch" else Window(batches))
+        full_batch_step(model, optimizer, (*make_batch(), Options(factor)), scaled)
+        assert_same(accumulator.model, model)
+    assert not accumulator._graphs.made or kind == "window"
+
+
+def test_freezing_and_unfreezing_in_turns_leaves_no_sums_and_no_graphs_behind() -> None:
+    optimizer = keras.optimizers.SGD(0.1)
+    accumulator, model = make(None, optimizer), make_model()
+    optimizer.build(accumulator.model.trainable_variables)
+    full, left = keras.optimizers.SGD(0.1), []
+    full.build(model.trainable_variables)
+    for is_trainable in (True, False) * 3:
+        accumulator.model.layers[0].trainable = model.layers[0].trainable = is_trainable
+        accumulator.step(Window(parts(make_batch())))
+        full_batch_step(model, full)
+        assert_same(accumulator.model, model)
+        left.append(weakref.ref(accumulator._window.sums))
+    gc.collect()
+    assert [sums() is not None for sums in left] == [False] * 5 + [True]
+    assert len(accumulator._graphs.made) == 2  # that weighs, for each set of variables; the others went with their sums

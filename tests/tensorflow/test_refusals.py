@@ -367,6 +367,39 @@ def test_sparse_gradients_that_do_not_fit(last: Any, is_known_before: bool, mess
     assert_nothing_left(accumulator)
 
 
+@pytest.mark.parametrize("kind", ["batch", "window"])
+@pytest.mark.parametrize(
+    ("nums", "message"),
+    [
+        ([(4, 4), (4, 3)], "tensor 0 has 4 samples but tensor 1 has 3"),
+        ([(3, 4), (4, 4)], "tensor 0 has 3 samples but tensor 1 has 4"),
+        ([(4, 4), (3, 1)], "tensor 0 has 3 samples but tensor 1 has 1"),
+        ([(0, 0), (0, 0)], "tensor 0 has 0 samples"),
+    ],
+)
+def test_replicas_whose_axes_do_not_match(nums: list[tuple[int, int]], message: str, kind: str) -> None:
+    """As a distributed dataset may hand them over; a loss that broadcasts would take them without a word."""
+    strategy = mirrored()
+    with strategy.scope():
+        accumulator = make()
+    x, y = make_batch()
+
+    def spread(array: Any, column: int) -> Any:
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(array[: nums[context.replica_id_in_sync_group][column]])
+        )
+
+    batch = spread(x, 0), spread(y, 1)
+    call = batch if kind == "batch" else Window([(x, y), batch])
+    assert_refused(accumulator, lambda: accumulator.step(call), BatchError, message)
+
+
+def test_an_empty_batch_on_several_replicas() -> None:
+    with mirrored().scope():
+        accumulator = make()
+    assert_refused(accumulator, lambda: accumulator.step(make_batch(0)), BatchError, "tensor 0 has 0 samples")
+
+
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("bad_replica", [0, 1])
 def test_a_bad_weight_on_one_replica_adds_nothing_on_any(bad_replica: int, in_graph: bool) -> None:

@@ -77,6 +77,24 @@ def test_a_second_thread_is_refused_at_once_and_the_first_is_exact(second: str) 
     assert_exact_step(accumulator)
 
 
+def test_two_models_with_one_optimizer_take_turns() -> None:
+    slow, first, second = Slow(), make_model(), make_model()
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build([*first.trainable_variables, *second.trainable_variables])
+    accumulators = Accumulator(first, optimizer, slow, 4), Accumulator(second, optimizer, loss, 4)
+    thread = threading.Thread(target=lambda: accumulators[0].step(make_batch()))
+    thread.start()
+    assert slow.has_begun.wait(30)
+    with pytest.raises(OrderError, match=BUSY):
+        accumulators[1].step(make_batch())
+    slow.may_go_on.set()
+    thread.join()
+    accumulators[1].step(make_batch())
+    assert optimizer.iterations.numpy() == 2
+    for model in (first, second):
+        assert_same(model, full_batch_step(make_model(), keras.optimizers.SGD(0.1)))
+
+
 def test_models_that_share_nothing_do_not_mind_each_other() -> None:
     slow = Slow()
     accumulator, other = make(4, loss=slow), make(4)
