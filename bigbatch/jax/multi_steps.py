@@ -129,6 +129,7 @@ def multi_steps(
         flush: Any = False,
         **extra: Any,
     ) -> tuple[Any, MultiStepsState]:
+        grads = jax.tree.map(_as_inexact, grads)
         is_good = jnp.array(True)
         if non_finite == "micro_batch":
             is_good = (given == 0) | (jnp.isfinite(given) & _is_finite(grads))
@@ -261,6 +262,18 @@ def _check_gradients(grads: Any, sums: Any) -> None:
                 f"the gradient of {jax.tree_util.keystr(path)} has the shape {jnp.shape(g)} but the parameter "
                 f"{s.shape}: {remedy}"
             )
+        dtype = jnp.result_type(g)
+        is_none = dtype == jax.dtypes.float0  # what allow_int=True gives for integers
+        if is_none or (_is_complex(dtype) and not _is_complex(s.dtype)):
+            kind = "float0" if is_none else dtype.name
+            raise GradientError(
+                f"the gradient of {jax.tree_util.keystr(path)} is an array of {kind} but is added up in "
+                f"{s.dtype.name}: {remedy}, and leave out what nobody can differentiate by"
+            )
+
+
+def _is_complex(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
 
 def _are_numbers(tree: Any) -> bool:
@@ -272,6 +285,11 @@ def _are_numbers(tree: Any) -> bool:
 
 def _is_finite(tree: Any) -> jax.Array:
     return jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)], bool).all()
+
+
+def _as_inexact(gradient: Any) -> jax.Array:
+    """Integers as floats, since their mean is none."""
+    return jnp.asarray(gradient, None if jnp.issubdtype(jnp.result_type(gradient), jnp.inexact) else float)
 
 
 def _wide(value: Any) -> Any:

@@ -187,7 +187,13 @@ class Run:
     def loss(self, parameters: Any, micro_batch: Arrays) -> tuple[tuple[Any, ...], Any]:
         """The terms of the loss, and aux."""
         args, kwargs = self.form.bind(parameters, micro_batch)
-        found = jax.tree.map(jnp.asarray, self.window.loss(*args, **kwargs))
+        found = self.window.loss(*args, **kwargs)
+        try:
+            found = jax.tree.map(jnp.asarray, found)
+        except TypeError as error:
+            raise LossError(
+                f"the loss returned {found!r}: return numbers alone, as arrays or as Python has them"
+            ) from error
         if not self.window.has_aux:
             return as_terms(found), None
         if not (isinstance(found, tuple) and len(found) == 2):

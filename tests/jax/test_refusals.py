@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from bigbatch import BatchError, LossError, OptionError, StateError, WeightError
+from bigbatch import BatchError, GradientError, LossError, OptionError, StateError, WeightError
 from bigbatch.jax import multi_steps, value_and_grad
 
 draw = np.random.default_rng(0)
@@ -42,6 +42,8 @@ def call(compiled: bool, loss: Any = loss, batch: Any = BATCH, params: Any = Non
         ({"weight": lambda b: np.array([3.0, -1.0])}, WeightError, "is -1.0"),
         ({"weight": lambda b: -1}, WeightError, "is -1"),
         ({"loss": lambda p, b: ()}, LossError, "0 terms"),
+        ({"loss": lambda p, b: "low"}, LossError, "the loss returned 'low'"),
+        ({"loss": lambda p, b: (loss(p, b), {"name": "low"}), "has_aux": True}, LossError, "return numbers alone"),
         ({"params": {"w": jnp.ones(5, int), "b": jnp.zeros(())}}, OptionError, "an array of int"),
     ],
 )
@@ -86,3 +88,27 @@ def test_multi_steps() -> None:
         optimizer.update(params, optax.sgd(0.1).init(params), params, weight=3)
     with pytest.raises(WeightError, match="array of complex"):
         jax.jit(lambda w: optimizer.update(params, optimizer.init(params), params, weight=w))(1j)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "message"),
+    [
+        (np.ones(5) * 1j, "of complex128 but is added up in float64"),
+        (np.zeros(5, jax.dtypes.float0), "of float0 but is added up in float64"),
+    ],
+)
+def test_gradients_of_another_kind(gradient: Any, message: str) -> None:
+    """The imaginary part would be lost without a word."""
+    optimizer, params = multi_steps(optax.sgd(0.1), 3), make_params()
+    with pytest.raises(GradientError, match=message):
+        optimizer.update({**params, "w": gradient}, optimizer.init(params), params, weight=3)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_that_are_whole_numbers(compiled: bool) -> None:
+    """Their mean is none."""
+    optimizer, params = multi_steps(optax.sgd(1.0), 2), {"w": jnp.zeros(2)}
+    update, state = jax.jit(optimizer.update) if compiled else optimizer.update, optimizer.init(params)
+    for gradient, weight in (([1, 2], 1), ([2, 3], 2)):
+        updates, state = update({"w": np.array(gradient)}, state, params, weight=weight)
+    np.testing.assert_allclose(updates["w"], [-5 / 3, -8 / 3], rtol=1e-12)
