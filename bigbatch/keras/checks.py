@@ -5,7 +5,28 @@ from typing import Any
 
 import keras
 
-from ..core.errors import BigBatchWarning, OptionError
+from ..core.errors import BatchError, BigBatchWarning, OptionError
+
+
+def check_rows(batch: Any) -> None:
+    """Refuses arrays of x, y and sample_weight that do not share their leading axis, as far as that is known."""
+    named = [
+        (name, leaf.shape[0])
+        for name, part in zip(("x", "y", "sample_weight"), batch, strict=True)
+        for leaf in keras.tree.flatten(part)
+        if leaf is not None and len(leaf.shape) and leaf.shape[0] is not None
+    ]
+    for name, num in named:
+        if num != named[0][1]:
+            raise BatchError(
+                f"{named[0][0]} has {named[0][1]} samples but {name} has {num}: all arrays of a batch share their "
+                "leading axis"
+            )
+
+
+def check_not_empty(size: int) -> None:
+    if size == 0:
+        raise BatchError("x has 0 samples: leave empty batches out of the stream")
 
 
 def check_model(model: Any) -> None:

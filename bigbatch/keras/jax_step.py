@@ -11,7 +11,7 @@ from keras import tree
 from keras.src.backend import set_keras_mask
 
 from ..core.errors import BatchError
-from . import loss
+from . import checks, loss
 from .loss import Batch, Form
 from .step import FitStep
 
@@ -38,6 +38,8 @@ class JAXStep(FitStep):
         x, y, sample_weight = batch
         self.check()
         size = num_samples(x)
+        checks.check_not_empty(size)
+        checks.check_rows(batch)
         form = self.form(tree.map_structure(spec, batch), lambda: self.look(state, batch))
         sums, non_trainable, value, added, leaves = self.accumulate(form, state, batch, size)
 

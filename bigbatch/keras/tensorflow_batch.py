@@ -7,6 +7,8 @@ from keras import tree
 
 from ..core.errors import BatchError
 
+OTHER_ROWS = "x has another number of samples than y or sample_weight: all arrays of a batch share their leading axis"
+
 
 def as_tensor(leaf: Any) -> Any:
     """What a graph can cut; None stays None."""
@@ -24,6 +26,20 @@ def num_samples(x: Any) -> Any:
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int32)
     return tf.cast(leaf.dense_shape[0], tf.int32) if isinstance(leaf, tf.SparseTensor) else tf.shape(leaf)[0]
+
+
+def with_rows(batch: Any, size: Any) -> Any:
+    """The batch; where sizes are known only when the graph runs, it checks them then (XLA leaves that out)."""
+
+    def leaf(value: Any) -> Any:
+        is_plain = isinstance(value, tf.Tensor) and value.shape.rank
+        if not is_plain or (isinstance(size, int) and value.shape[0] is not None):
+            return value
+        with tf.control_dependencies([tf.debugging.Assert(tf.equal(tf.shape(value)[0], size), [OTHER_ROWS])]):
+            return tf.identity(value)
+
+    x, *others = batch
+    return x, *tree.map_structure(leaf, others)
 
 
 def cut(batch: Any, start: Any, num: Any) -> Any:

@@ -12,7 +12,7 @@ from . import checks, loss
 from . import tensorflow_replicas as replicas
 from .loss import Batch, Form
 from .step import FitStep
-from .tensorflow_batch import as_tensor, cut, num_samples, placeholder, spec
+from .tensorflow_batch import as_tensor, cut, num_samples, placeholder, spec, with_rows
 
 Body = Callable[[Any, Any, Any], tuple[Any, list[Any]]]
 
@@ -38,6 +38,8 @@ class TensorFlowStep(FitStep):
     def train_step(self, data: Any) -> Any:
         model = self.model
         batch: Batch = keras.utils.unpack_x_y_sample_weight(tree.map_structure(as_tensor, data))
+        checks.check_rows(batch)
+        batch = with_rows(batch, num_samples(batch[0]))
         x, y, sample_weight = batch
         specs = tree.map_structure(spec, batch)
         form = self.form(specs, lambda: self.look(specs))

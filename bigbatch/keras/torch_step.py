@@ -9,7 +9,7 @@ from keras import tree
 
 from ..core.errors import BatchError
 from ..core.window import cuts
-from . import loss
+from . import checks, loss
 from .loss import Batch, Form
 from .step import FitStep
 
@@ -30,6 +30,8 @@ class TorchStep(FitStep):
         x, y, sample_weight = batch
         self.check()
         size = num_samples(x)
+        checks.check_not_empty(size)
+        checks.check_rows(batch)
         model.zero_grad()
         value, added, y_pred = self.accumulate(batch, size)
         if y_pred is not None:

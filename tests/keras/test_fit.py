@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
+from bigbatch import BatchError
 from bigbatch.keras import accumulate
 
 from .cases import BATCH_SIZE, NUM_SAMPLES, compiled, fitted, gap, images
@@ -81,6 +82,31 @@ def test_train_on_batch():
     logs = [[model.train_on_batch(x, y, return_dict=True) for _ in range(3)] for model in (compiled(), compiled(None))]
     for ours, plain in zip(*logs, strict=True):
         assert {name: pytest.approx(float(value), rel=1e-5) for name, value in plain.items()} == ours
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("nums", [(5, 11), (11, 5), (11, 1), (6, 3)])
+def test_a_batch_whose_axes_do_not_match(nums, is_first):
+    """Cut by the rows of x, what y has too many of would be left out without a word."""
+    model = compiled(4, metrics=None)
+    x, y = batches()[0]
+    if not is_first:
+        model.train_on_batch(x, y)
+        model.train_on_batch(x[:4], y[:4])  # TensorFlow makes one graph for all sizes
+    before = [np.array(value) for value in model.get_weights()]
+    with pytest.raises(Exception, match=r"samples but y has|another number of samples|incompatible|must"):
+        model.train_on_batch(np.resize(x, (nums[0], *x.shape[1:])), np.resize(y, (nums[1], *y.shape[1:])))
+    for now, then in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="in a graph an empty batch is a step that changes nothing")
+def test_an_empty_batch():
+    model = compiled()
+    x, y = batches()[0]
+    model.train_on_batch(x, y)
+    with pytest.raises(BatchError, match="x has 0 samples"):
+        model.train_on_batch(x[:0], y[:0])
 
 
 def test_convolution_and_dropout_train():
