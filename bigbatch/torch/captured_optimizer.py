@@ -70,8 +70,7 @@ class CapturedOptimizer:
         for group in self._optimizer.param_groups:
             found += [_seen(value) for name, value in group.items() if name != "params"]
             for p in group["params"]:
-                found.append(p.data_ptr())
-                found.append(None if p.grad is None else p.grad.data_ptr())
+                found += (p.data_ptr(), None if (g := p.grad) is None else g.data_ptr())
                 found += [_seen(value) for value in state[p].values()] if p in state else ()
         return found
 
@@ -97,7 +96,7 @@ def marked_capturable(groups: list[dict[str, Any]]) -> Iterator[None]:
 def _seen(value: Any) -> Hashable:
     """A number as it is, on the host too; a tensor by its place, since its value is read when the step is replayed."""
     if isinstance(value, Tensor):
-        return (value.item() if value.is_cpu and value.numel() == 1 else value.data_ptr()), value.device
+        return value.item() if value.is_cpu and value.numel() == 1 else value.data_ptr()
     if type(value) is tuple:
         return tuple(map(_seen, value))
     return value if type(value) in PLAIN else id(value)
