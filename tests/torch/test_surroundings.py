@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch.torch.surroundings import modules_of, surroundings
+
+from .training import alone
 
 SETTINGS = {"factor": 1.0}
 ARGUMENTS = Namespace(factor=1.0)
@@ -178,8 +179,7 @@ def test_modules_that_the_loss_brings_along_are_found() -> None:
 
 
 def test_where_in_a_window_ddp_is_does_not_matter(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
+    with alone(tmp_path):
         model = Net()
         shared = nn.parallel.DistributedDataParallel(model)
 
@@ -192,8 +192,6 @@ def test_where_in_a_window_ddp_is_does_not_matter(tmp_path: Path) -> None:
             assert surroundings(model, closing) == before
         model.pair = (3.0, 2.0)
         assert surroundings(model, closing) != before
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_model_of_many_parts_is_looked_into() -> None:

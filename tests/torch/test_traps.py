@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -16,6 +15,7 @@ from bigbatch.torch import Accumulator
 
 from .test_accumulator import feed_once, loss, make, make_batch, make_model, snapshot
 from .test_gradients import data, micro_gradients, mse
+from .training import alone
 
 
 def low_error(sizes: tuple[int, ...], way: str, dtype: torch.dtype) -> tuple[float, float]:
@@ -286,13 +286,10 @@ def test_both_clips_the_norm_first() -> None:
 
 
 def test_a_shared_model_inside_of_another_is_refused(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
+    with alone(tmp_path):
         model = nn.Sequential(nn.parallel.DistributedDataParallel(make_model()))
         with pytest.raises(OptionError, match="is a part of the model: wrap the whole model"):
             Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, 4)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """Trains the shared problems in torch: with the plain full batch, and in every way bigbatch can be fed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -187,3 +190,14 @@ def update_error(run: Run, reference: Run) -> float:
 def assert_same_update(run: Run, reference: Run, tolerance: float) -> None:
     error = update_error(run, reference)
     assert error <= tolerance, f"{run.problem.name}: the update is {error:.1e} off, allowed is {tolerance:.0e}"
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Inside, there is a group of one rank."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.barrier()  # gloo hangs if it is ended while it lets go of a tensor (torch 2.13); a barrier has none
+        dist.destroy_process_group()
