@@ -153,7 +153,7 @@ class Accumulator(tf.Module):
         layouts = [nest.Layout(part) for part in (replicas.parts(self.strategy, batch) if is_spread else [batch])]
         layout = layouts[0]
         batch_size = sum(map(nest.batch_size, layouts))
-        if batch_size == 0 and replicas.are_all_here(self.strategy):
+        if batch_size == 0 and not is_spread and replicas.are_all_here(self.strategy):
             raise BatchError(f"{layout.names()[0]} has 0 samples: leave empty batches out of the stream")
         if is_spread:
             leaves = tf.nest.flatten(batch)

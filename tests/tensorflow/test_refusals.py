@@ -374,7 +374,6 @@ def test_sparse_gradients_that_do_not_fit(last: Any, is_known_before: bool, mess
         ([(4, 4), (4, 3)], "tensor 0 has 4 samples but tensor 1 has 3"),
         ([(3, 4), (4, 4)], "tensor 0 has 3 samples but tensor 1 has 4"),
         ([(4, 4), (3, 1)], "tensor 0 has 3 samples but tensor 1 has 1"),
-        ([(0, 0), (0, 0)], "tensor 0 has 0 samples"),
     ],
 )
 def test_replicas_whose_axes_do_not_match(nums: list[tuple[int, int]], message: str, kind: str) -> None:
