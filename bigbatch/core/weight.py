@@ -29,6 +29,7 @@ tuples; a plain loss is a tuple of one. With reduction "sum" nothing is multipli
 """
 
 import numbers
+import reprlib
 import sys
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -135,7 +136,7 @@ def check_weight(weight: Terms, *, of: str) -> Terms:
     for w in weight:
         if not (is_number(w) and 0 <= as_plain(w) <= MAX_WEIGHT):
             raise WeightError(
-                f"the weight of {of} is {w!r}: a weight says over how many samples or tokens "
+                f"the weight of {of} is {reprlib.repr(w)}: a weight says over how many samples or tokens "
                 "the loss is a mean, so it must be a finite number of at least 0"
             )
     return weight

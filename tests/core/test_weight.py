@@ -241,6 +241,12 @@ def test_refuses_a_bad_weight_behind_a_good_one():
         check_weight((1, -2), of="this micro-batch")
 
 
+def test_a_long_weight_is_told_in_short():
+    with pytest.raises(WeightError) as caught:
+        check_weight((np.ones(300),), of="micro-batch 3")
+    assert len(str(caught.value)) < 200
+
+
 @pytest.mark.parametrize("good", [0, 0.0, 5, 2.5, True, np.int64(3), np.float32(1.5), Fraction(1, 3)])
 def test_takes_a_weight(good):
     assert check_weight((good,), of="this micro-batch") == (good,)
