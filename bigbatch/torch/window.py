@@ -31,7 +31,7 @@ class OpenWindow:
     seen: list[int] | None = None
     """What the parameters looked like after the last micro-batch; None if it was taken up from a state."""
     trainable: list[bool] | None = None
-    """Which parameters the micro-batches so far gave gradients to; None before the first, and from a state."""
+    """Which parameters the micro-batches so far gave gradients to; None before the first."""
     is_of_step: bool = False
     """Whether it is what step() has so far: all weights of the batch, one sum, the losses of what is done."""
 
@@ -116,6 +116,7 @@ class OpenWindow:
             "is_of_step": self.is_of_step,
             "loss_scale": None if self.loss_scale is None else float(self.loss_scale),
             "shapes": [tuple(local(p).shape) for p in parameters],
+            "trainable": self.trainable,
         }
 
     @classmethod
@@ -142,12 +143,14 @@ class OpenWindow:
         tally.weights = [tuple(weight) for weight in state["weights"]]
         tally.reference = tuple(state["reference"])
         loss_scale = state["loss_scale"]
+        trainable = state.get("trainable")  # older states have none, nor is_of_step
         window = cls(
             tally,
             [Sums() for _ in state["gradients"]],
             [list(terms) for terms in state["losses"]],
             None if loss_scale is None else torch.tensor(loss_scale),
-            is_of_step=bool(state.get("is_of_step", False)),  # older states have none
+            trainable=None if trainable is None else [bool(is_trained) for is_trained in trainable],
+            is_of_step=bool(state.get("is_of_step", False)),
         )
         for sums, saved, unit in zip(window.sums, state["gradients"], state["units"], strict=True):
             sums.unit = unit

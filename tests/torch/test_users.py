@@ -281,10 +281,13 @@ def test_a_fused_optimizer_stepped_by_hand_is_noticed() -> None:
         feed(accumulator, parts()[1])
 
 
-def test_a_parameter_that_is_frozen_in_the_middle_of_a_window_is_noticed() -> None:
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_parameter_that_is_frozen_in_the_middle_of_a_window_is_noticed(is_loaded: bool) -> None:
     accumulator = make(accumulation_steps=3)
     expected = full_step(accumulator.model)
     feed(accumulator, parts()[0])
+    if is_loaded:
+        accumulator.load_state_dict(accumulator.state_dict())
     for is_trainable in (False, True):
         accumulator.model[0].requires_grad_(is_trainable)
         if not is_trainable:
