@@ -125,6 +125,10 @@ class Training:
                     interruption.is_agreed = is_in_step = True
                 self._save_last(is_in_step=is_in_step)
                 interruption.is_agreed |= self.ranks.agree(interruption.is_asked)
+        except Exception:
+            if self.ranks.is_first and not self.num_steps and self.store.newest_step is None:
+                self.folder.clear()  # there is nothing to go on with, and the same --out may be passed again
+            raise
         finally:
             self.screen.end()
             self.folder.close()

@@ -58,6 +58,7 @@ def test_refusals(name: str, tmp_path: Path) -> None:
     done = run("train", write(tmp_path, code), "--out", tmp_path / "run", "--no-compare", *flags)
     assert_refused(done, text)
     assert not (tmp_path / "run" / "history.jsonl").exists()
+    assert not (tmp_path / "run" / "checkpoints").exists()  # the same --out can be passed again
 
 
 def test_what_a_task_raises_is_shown_as_its_own(tmp_path: Path) -> None:
