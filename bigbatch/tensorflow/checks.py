@@ -1,6 +1,7 @@
 """What can be seen to be wrong before anything is changed."""
 
 import math
+import numbers
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +24,8 @@ BAD_WEIGHT = (
 )
 
 
-def check_clip(name: str, value: float | None) -> None:
-    if value is not None and not (value > 0 and not math.isnan(value)):
+def check_clip(name: str, value: Any) -> None:
+    if value is not None and not (isinstance(value, numbers.Real) and value > 0 and not math.isnan(value)):
         raise OptionError(f"{name} is {value!r}: pass a number above 0, or None")
 
 

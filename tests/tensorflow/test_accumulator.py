@@ -505,6 +505,7 @@ def test_bad_batches_change_nothing(batch: Any, message: str) -> None:
         ({"accumulation_steps": -1}, "accumulation_steps is -1"),
         ({"reduction": "max"}, "reduction='max' is unknown"),
         ({"clip_norm": 0.0}, "clip_norm is 0.0"),
+        ({"clip_norm": "a"}, "clip_norm is 'a'"),
         ({"clip_value": float("nan")}, "clip_value is nan"),
         ({"optimizer": object()}, "builtins.object is no optimizer"),
     ],
