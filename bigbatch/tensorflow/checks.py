@@ -1,6 +1,5 @@
 """What can be seen to be wrong before anything is changed."""
 
-import math
 import numbers
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ BAD_WEIGHT = (
 
 
 def check_clip(name: str, value: Any) -> None:
-    if value is not None and not (isinstance(value, numbers.Real) and value > 0 and not math.isnan(value)):
+    if value is not None and not (isinstance(value, numbers.Real) and float(value) > 0):
         raise OptionError(f"{name} is {value!r}: pass a number above 0, or None")
 
 
