@@ -77,7 +77,7 @@ class TensorFlowEngine(PlainEngine):
 
     @property
     def is_stopped(self) -> bool:
-        return bool(getattr(self.accumulator, "is_stopped", False))
+        return self.accumulator.is_stopped
 
     def verify(self, batch: Any) -> Verification:
         with tf.device(self.device), their_own_errors():

@@ -134,13 +134,11 @@ class TorchEngine:
         load_optimizer(self.optimizer, state["optimizer"])
 
     def interrupt(self) -> None:
-        interrupt = getattr(self.accumulator, "interrupt", None)
-        if interrupt is not None:
-            interrupt()
+        self.accumulator.interrupt()
 
     @property
     def is_stopped(self) -> bool:
-        return bool(getattr(self.accumulator, "is_stopped", False))
+        return self.accumulator.is_stopped
 
     def verify(self, batch: Any) -> Verification:
         batch = self._on_device(default_convert(batch))

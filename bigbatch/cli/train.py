@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..core.checkpoint import Checkpoint, Every
+from ..core.checkpoint import Checkpoint
 from ..core.errors import BatchError, BigBatchError, Interrupted, StateError
+from ..core.every import Every
 from ..core.step import History
 from ..core.window import shares
 from . import compare, randomness, report

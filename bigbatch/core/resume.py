@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from . import random
-from .checkpoint import Every, Store
+from .checkpoint import Store
 from .errors import BigBatchError, OptionError, StateError
+from .every import Every
 from .step import History
 from .tree import Array, as_array
 from .window import positive
