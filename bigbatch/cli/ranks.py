@@ -70,8 +70,11 @@ class Ranks:
             get_error_handler().record_exception(error)
 
     def leave(self, code: int) -> None:
-        """Ends the process at once if there are others: Python would wait for reductions that nobody completes."""
-        if self.num > 1 and code:
+        """Ends the process at once if there are others.
+
+        Else Python would wait for reductions that nobody completes, and gloo abort if it lets go of a tensor meanwhile.
+        """
+        if self.num > 1:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)

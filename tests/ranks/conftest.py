@@ -1,6 +1,7 @@
 """Runs on every rank: `torchrun --standalone --nproc-per-node 2 -m pytest tests/ranks -x`."""
 
 import os
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -13,6 +14,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "WORLD_SIZE" not in os.environ:
         for item in items:
             item.add_marker(pytest.mark.skip(reason="needs torchrun, as `make test` has it"))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Ends at once: gloo aborts if it lets go of a tensor while Python ends, and some models live as long as it."""
+    session = config.pluginmanager.get_plugin("session")
+    if "WORLD_SIZE" in os.environ and isinstance(session, pytest.Session):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(session.exitstatus))
 
 
 @pytest.fixture(scope="session", autouse=True)

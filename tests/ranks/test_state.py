@@ -1,5 +1,6 @@
 """Saved by all ranks with torch.distributed.checkpoint, in the middle of a window too, and taken up by others."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -155,12 +156,17 @@ def test_gradients_inside_of_the_model_are_not_saved(size: int) -> None:
     assert run.accumulator.state_dict()["num_steps"] == 2
 
 
+def save_twice(wrap: str, folder: Path) -> None:
+    job = Run(wrap, dist.get_world_size())
+    job.feed(0, 2)
+    dcp.save(job.state(), checkpoint_id=folder / "after")
+    job.feed(2, 3)
+    dcp.save(job.state(), checkpoint_id=folder / "within")
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    job = Run(sys.argv[1], dist.get_world_size())
-    job.feed(0, 2)
-    dcp.save(job.state(), checkpoint_id=Path(sys.argv[2]) / "after")
-    job.feed(2, 3)
-    dcp.save(job.state(), checkpoint_id=Path(sys.argv[2]) / "within")
-    dist.barrier()  # gloo aborts if Python ends while it lets go of a tensor (torch 2.13); a barrier has none
+    save_twice(sys.argv[1], Path(sys.argv[2]))
+    dist.barrier()
+    gc.collect()  # the threads of gloo end with their group, which a model keeps; they abort if Python ends before
     dist.destroy_process_group()

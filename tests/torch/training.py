@@ -192,12 +192,18 @@ def assert_same_update(run: Run, reference: Run, tolerance: float) -> None:
     assert error <= tolerance, f"{run.problem.name}: the update is {error:.1e} off, allowed is {tolerance:.0e}"
 
 
+KEPT: list[Any] = []
+
+
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Inside, there is a group of one rank."""
+    """Inside, there is a group of one rank.
+
+    It is kept: one that ends with a model waits for its threads, and they for Python if they let go of a tensor.
+    """
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+    KEPT.append(dist.group.WORLD)
     try:
         yield
     finally:
-        dist.barrier()  # gloo hangs if it is ended while it lets go of a tensor (torch 2.13); a barrier has none
         dist.destroy_process_group()
