@@ -100,9 +100,9 @@ class Tally:
     def scale(self, weight: Terms) -> Terms:
         """What the losses of the next micro-batch are multiplied by: w_k / w_1."""
         if self.reduction == "sum":
-            return tuple(1.0 for _ in weight)
+            return tuple([1.0 for _ in weight])
         reference = self.reference or self._reference(weight)
-        return tuple(w / r for w, r in zip(weight, reference, strict=True))
+        return tuple([w / r for w, r in zip(weight, reference, strict=True)])
 
     def add(self, weight: Terms) -> None:
         """Counts a micro-batch."""

@@ -102,21 +102,23 @@ class Feeding(Passes):
         self._replicas.see_loss(is_low=is_any_low)
         # with a scaler, a large weight would overflow in float16
         is_outside = is_any_low or (self.scaler is not None and not self._replicas.is_sharded)
-        self._gradients.refuse_foreign()
-        window.check_trainable(self._gradients.parameters)
+        window.check_trainable(self._gradients.refuse_foreign())
         micro.has_begun = True
         if self.reduction == "mean" and not self._replicas.is_sharded:
             window.measure_by(weight)
         scale = window.tally.scale(weight)
         for t, (loss, sums) in enumerate(zip(losses, window.sums, strict=True)):
-            keep_graph = t < len(losses) - 1
-            with self._gradients.collecting(sums) as collection:
+            collection = self._gradients.collection(sums)
+            try:
+                collection.begun()
                 if is_outside:
-                    self._add_unscaled(loss, scale[t], collection, keep_graph=keep_graph)
+                    self._add_unscaled(loss, scale[t], collection, keep_graph=t < len(losses) - 1)
                 else:
                     collection.in_units_of(1.0)
-                    self._precision.backward((loss,), scale[t : t + 1], keep_graph=keep_graph)
-                    collection.added()
+                    self._precision.backward((loss,), scale[t : t + 1], keep_graph=t < len(losses) - 1)
+                collection.end()
+            finally:
+                collection.leave()
         window.tally.add(weight)
         window.losses.append(values_of(losses))
         micro.is_fed = True

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,8 @@ class Sums(dict[Tensor, Tensor]):
     unit: Any = 1.0
 
 
+_promoted = functools.cache(torch.promote_types)
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # from torch 2.10 on, .grad may be wider than its parameter
 
 
@@ -31,6 +34,7 @@ class Gradients:
         self._optimizer = optimizer
         self._names = names
         self._dtype = dtype or torch.float32
+        self._wide_enough = {dtype for dtype in FLOATING if _promoted(dtype, self._dtype) is dtype}
         self._takes_wide: bool | None = None
 
     @property
@@ -66,30 +70,25 @@ class Gradients:
         Keeping the sums away from .grad between the blocks of a window makes a stray `optimizer.zero_grad()` in the
         user's loop harmless. If anything is raised inside, the sums are half added to: they are emptied.
         """
-        parameters = self.parameters
-        wide = [p for p in parameters if _promoted(p.dtype, self._dtype) != p.dtype]
-        restore = [_widen(p, self.wide_dtype(p), sums) for p in wide]
-        by_hook: Container[Tensor] = () if HAS_GRAD_DTYPE else set(wide)
+        collection = self.collection(sums)
         try:
-            for p, g in sums.items():
-                if p not in by_hook:
-                    p.grad = g
-            yield Collection(parameters, sums, by_hook)
-            sums.update([(p, g) for p in parameters if (g := p.grad) is not None])
-        except BaseException:
-            sums.clear()
-            raise
+            yield collection.begun()
+            collection.end()
         finally:
-            clear(parameters)
-            for undo in restore:
-                undo()
+            collection.leave()
 
-    def refuse_foreign(self) -> None:
+    def collection(self, sums: Sums) -> "Collection":
+        """The same in parts, for what is called so often that entering a block counts."""
+        parameters = self.parameters
+        wide = [p for p in parameters if p.dtype not in self._wide_enough]
+        return Collection(parameters, sums, {p: self.wide_dtype(p) for p in wide})
+
+    def refuse_foreign(self) -> list[Any]:
         """Refuses gradients that somebody else left. Zeros (`zero_grad(set_to_none=False)`) are let go."""
         parameters = self.parameters
         foreign = [p for p in parameters if p.grad is not None]
         if not foreign:
-            return
+            return parameters
         with torch.no_grad():
             nonzero = [p for p in foreign if bool((_values(p.grad) != 0).any())]
         if nonzero:
@@ -99,6 +98,7 @@ class Gradients:
                 "the gradient of to the loss"
             )
         clear(foreign)
+        return parameters
 
     @contextmanager
     def handed_over(self, sums: Sums) -> Iterator[None]:
@@ -140,7 +140,8 @@ class Gradients:
         return None
 
 
-_promoted = functools.cache(torch.promote_types)
+def grads_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    return [p.grad for p in parameters]
 
 
 def clear(parameters: Sequence[Tensor]) -> None:
@@ -226,16 +227,52 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 class Collection:
-    """The gradients of a window while backward passes add to them."""
+    """The gradients of a window while backward passes add to them.
 
-    def __init__(self, parameters: Sequence[Tensor], sums: Sums, by_hook: Container[Tensor]) -> None:
+    try:
+        collection.begun()
+        …                   # backward passes
+        collection.end()
+    finally:
+        collection.leave()
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], sums: Sums, wide: dict[Tensor, torch.dtype]) -> None:
         self.parameters = parameters
         self._sums = sums
-        self._by_hook = by_hook
-        self._sparse: list[Tensor] | None = None
+        self._wide = wide
+        self._by_hook: Container[Tensor] = () if HAS_GRAD_DTYPE else wide
+        self._undo: list[Callable[[], None]] = []
+        self._is_ended = False
+        self._has_new = False
         self._watched: Tensor | None = None
         self._seen: tuple[Tensor | None, int] = (None, 0)
-        self._watch()
+
+    def begun(self) -> "Collection":
+        """With the sums in .grad."""
+        for p, dtype in self._wide.items():
+            self._undo.append(_widen(p, dtype, self._sums))
+        for p, g in self._sums.items():
+            if p not in self._by_hook:
+                p.grad = g
+        self._held = grads_of(self.parameters)
+        self.watch()
+        return self
+
+    def end(self) -> None:
+        """Puts what is in .grad into the sums."""
+        self._look()
+        if self._has_new:
+            self._sums.update([(p, g) for p, g in zip(self.parameters, self._held, strict=True) if g is not None])
+        self._is_ended = True
+
+    def leave(self) -> None:
+        """After this, .grad is None; what did not come to its end is half added, and the sums are emptied."""
+        if not self._is_ended:
+            self._sums.clear()
+        clear(self.parameters)
+        for undo in self._undo:
+            undo()
 
     def check(self) -> None:
         """Before a backward pass: what was added up so far must still be there."""
@@ -259,21 +296,20 @@ class Collection:
         if tensors := [_values(g) for g in held if g is not None]:
             torch._foreach_mul_(tensors, before / unit)
         self._sums.unit = unit
-        self._watch()
+        self.watch()
 
     def added(self) -> None:
-        """After a backward pass: keeps sparse gradients from growing with the number of micro-batches.
+        """After a backward pass."""
+        self._look()
+        self.watch()
 
-        Adding sparse gradients strings their entries together. Once there are more of them than rows, entries of
-        the same row are added up. How many there are is known without asking the device.
-        """
-        if self._sparse is None:
-            self._sparse = [p for p in self.parameters if (g := p.grad) is not None and g.is_sparse]
+    def _look(self) -> None:
+        """Sees to gradients that were not there before: dense ones that were have been added to where they are."""
+        if any(map(operator.is_not, grads_of(self.parameters), self._held)):
             self.part()
-        for p in self._sparse:
-            if p.grad is not None and p.grad.is_sparse and p.grad._nnz() > p.shape[0]:
-                p.grad = p.grad.coalesce()
-        self._watch()
+            self._shorten()
+            self._held = grads_of(self.parameters)
+            self._has_new = True
 
     def part(self) -> None:
         """Gives every gradient memory of its own.
@@ -288,8 +324,18 @@ class Collection:
                     p.grad = g.clone()
                 taken.add(place)
 
-    def _watch(self) -> None:
-        """Zeroing touches all parameters alike, so watching one of them is enough."""
+    def _shorten(self) -> None:
+        """Keeps sparse gradients from growing with the number of micro-batches.
+
+        Adding sparse gradients strings their entries together. Once there are more of them than rows, entries of
+        the same row are added up. How many there are is known without asking the device.
+        """
+        for p in self.parameters:
+            if (g := p.grad) is not None and g.is_sparse and g._nnz() > p.shape[0]:
+                p.grad = g.coalesce()
+
+    def watch(self) -> None:
+        """What is there now is what `check` wants. Zeroing touches all alike, so watching one of them is enough."""
         if self._watched is None:
             self._watched = next((p for p in self.parameters if p.grad is not None), None)
         if self._watched is not None:

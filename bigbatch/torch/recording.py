@@ -58,7 +58,7 @@ class Recorded:
                 seed.copy_(self.precision.seed(number, seed))
             self.numbers = numbers
         self.graph.replay()
-        collection.added()
+        collection.watch()
 
     def take_losses(self) -> list[Tensor]:
         return [loss.clone() for loss in self.losses]

@@ -80,12 +80,12 @@ class OpenWindow:
 
     def measure_by(self, weight: Terms) -> None:
         """This one is the measure if the first is next to nothing beside it: w_k / w_1 would overflow."""
-        reference = list(self.tally.reference)
+        reference = self.tally.reference
         for t, (now, first) in enumerate(zip(weight, reference, strict=False)):  # the first one finds none
             if is_number(now) and is_number(first) and now > first * FAR:
                 gradients.scale(self.sums[t], first / now)
-                reference[t] = now
-        self.tally.reference = tuple(reference)
+                reference = (*reference[:t], now, *reference[t + 1 :])
+        self.tally.reference = reference
 
     def check_scale(self, now: Tensor | None) -> None:
         """Refuses to add up what was scaled differently."""

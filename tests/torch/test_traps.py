@@ -313,6 +313,15 @@ class Offsets(nn.Module):
         return (self.a.view(3, 2) + self.b.view(3, 2)).flatten() @ x.mean(0) + self.c.squeeze() + self.d.squeeze()
 
 
+class LateOffsets(Offsets):
+    """The same, but the first micro-batch has no use for two of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[x[:, 0] > 0]
+        sure = self.c.squeeze() + self.d.squeeze()
+        return sure + super().forward(rows) * len(rows) / len(x) if len(rows) else sure
+
+
 class Offset(nn.Module):
     """A parameter whose gradient torch leaves in the memory of the number that the backward pass started from."""
 
@@ -325,10 +334,11 @@ class Offset(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["batch", "micro_batch"])
-@pytest.mark.parametrize("make_model", [Offset, Offsets])
+@pytest.mark.parametrize("make_model", [Offset, Offsets, LateOffsets])
 def test_gradients_that_share_memory_are_added_up_once(make_model: Any, way: str) -> None:
     """A hand-written loop adds what is for one of two to both, from the second micro-batch on."""
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    x[:, 0] = torch.tensor([-1, -1, 1, 1, 1, -1, 1, 1])
     full, ours = make_model(), make_model()
     before = [p.detach().clone() for p in ours.parameters()]
     full(x).backward()
