@@ -256,6 +256,7 @@ class Collection:
             if p not in self._by_hook:
                 p.grad = g
         self._held = grads_of(self.parameters)
+        self._has_sparse = any(g.is_sparse for g in self._sums.values())
         self.watch()
         return self
 
@@ -304,10 +305,14 @@ class Collection:
         self.watch()
 
     def _look(self) -> None:
-        """Sees to gradients that were not there before: dense ones that were have been added to where they are."""
-        if any(map(operator.is_not, grads_of(self.parameters), self._held)):
+        """Sees to gradients that were not there before: those that were have been added to where they are."""
+        is_new = any(map(operator.is_not, held := grads_of(self.parameters), self._held))
+        if is_new:
             self.part()
+            self._has_sparse = any(g is not None and g.is_sparse for g in held)
+        if self._has_sparse:
             self._shorten()
+        if is_new or self._has_sparse:
             self._held = grads_of(self.parameters)
             self._has_new = True
 
