@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ..core.errors import BigBatchWarning, CaptureError, OptionError
 from ..core.weight import Terms
 from . import nest
-from .gradients import HAS_GRAD_DTYPE, Collection, Gradients
+from .collection import HAS_GRAD_DTYPE, Collection
+from .gradients import Gradients
 from .precision import Precision
 from .recording import Forward, Pass, Recorded
 from .replicas import Replicas

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.errors import GradientError, LossError, OptionError, OrderError
 from ..core.weight import Terms
 from .agreement import Agreed, Agreement, Share
-from .gradients import Collection, Gradients
+from .collection import Collection
+from .gradients import Gradients
 from .replicas import Shared, check_group
 
 NOT_ALL_USED = (

@@ -10,9 +10,9 @@ from ..core.errors import OptionError, OrderError
 from ..core.step import Step
 from ..core.weight import Tally, Terms, as_terms, check_weight, scales, times, totals
 from ..core.window import AccumulationSteps, steps_at
-from . import checks, gradients
+from . import arithmetic, checks
 from .agreement import Agreement, Share
-from .gradients import Sums
+from .arithmetic import Sums
 from .passes import Loss, Passes
 from .precision import is_low
 from .weight import check_all, on_host, read
@@ -178,12 +178,12 @@ class Feeding(Passes):
         sums = Sums()
         factors = times(window.tally.factors(agreement.total), self._replicas.divisor)
         for term, factor in zip(window.sums, factors, strict=True):
-            gradients.scale(term, term.unit * factor)
-            gradients.add(sums, term)
+            arithmetic.scale(term, term.unit * factor)
+            arithmetic.add(sums, term)
             term.clear()
         if agreement.has_weight(self.reduction) and self._replicas.is_shared:
             with self._replicas.window(), self._gradients.collecting(sums) as collection:
                 self._replicas.complete(collection, is_whole=all(map(self._is_whole, weights)))
             if self._replicas.holds_gradients:  # they were inside of the model until now
-                gradients.scale(sums, factors[0])
+                arithmetic.scale(sums, factors[0])
         return sums

@@ -17,7 +17,8 @@ from ..core.errors import LossError, OptionError, OrderError, StateError, Weight
 from ..core.weight import Terms
 from . import nest
 from .agreement import Agreed, Agreement, Share
-from .gradients import Collection, Gradients
+from .collection import Collection
+from .gradients import Gradients
 from .precision import LOW
 from .replicas import Reduce, Shared, check_group
 from .shards import local

@@ -1,9 +1,7 @@
-"""The gradient sums of a window: collected out of the way of .grad, then finished as one gradient."""
+"""The gradients of what an optimizer holds: collected out of the way of .grad, then handed over as one gradient."""
 
 import functools
-import math
-import operator
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,18 +9,11 @@ import torch
 from torch import Tensor
 
 from ..core.errors import GradientError
-from .shards import is_sharded, local, norm_over_ranks
-
-
-class Sums(dict[Tensor, Tensor]):
-    """By parameter; a parameter that got no gradient is not in it. All are to be multiplied by `unit` at the end."""
-
-    unit: Any = 1.0
-
+from .arithmetic import Sums, plain
+from .collection import HAS_GRAD_DTYPE, Collection, clear, set_grad_dtype
 
 _promoted = functools.cache(torch.promote_types)
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # from torch 2.10 on, .grad may be wider than its parameter
 
 
 class Gradients:
@@ -64,7 +55,7 @@ class Gradients:
         return self.wide_dtype(parameter) != parameter.dtype
 
     @contextmanager
-    def collecting(self, sums: Sums) -> Iterator["Collection"]:
+    def collecting(self, sums: Sums) -> Iterator[Collection]:
         """Inside, backward passes add to `sums`; before (see `refuse_foreign`) and after, .grad is None.
 
         Keeping the sums away from .grad between the blocks of a window makes a stray `optimizer.zero_grad()` in the
@@ -77,7 +68,7 @@ class Gradients:
         finally:
             collection.leave()
 
-    def collection(self, sums: Sums) -> "Collection":
+    def collection(self, sums: Sums) -> Collection:
         """The same in parts, for what is called so often that entering a block counts."""
         parameters = self.parameters
         wide = [p for p in parameters if p.dtype not in self._wide_enough]
@@ -90,7 +81,7 @@ class Gradients:
         if not foreign:
             return parameters
         with torch.no_grad():
-            nonzero = [p for p in foreign if bool((_values(p.grad) != 0).any())]
+            nonzero = [p for p in foreign if bool((plain(p.grad) != 0).any())]
         if nonzero:
             raise GradientError(
                 f"{len(nonzero)} of {len(parameters)} parameters hold a gradient that is not of this window "
@@ -113,7 +104,7 @@ class Gradients:
             if g.dtype == p.dtype:
                 p.grad = g
             elif self._optimizer_takes_wide(p, g.dtype):
-                restore.append(_set_grad_dtype(p, g.dtype))
+                restore.append(set_grad_dtype(p, g.dtype))
                 p.grad = g
             else:
                 p.grad = g.to(p.grad_dtype if HAS_GRAD_DTYPE else p.dtype)
@@ -135,241 +126,9 @@ class Gradients:
     def first_not_finite(self, sums: Sums) -> str | None:
         """The name of the first parameter whose gradient has an infinity or a NaN in it."""
         for p, g in sums.items():
-            if not bool(torch.isfinite(_values(g)).all()):
+            if not bool(torch.isfinite(plain(g)).all()):
                 return self.name(p)
         return None
-
-
-def grads_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    return [p.grad for p in parameters]
-
-
-def clear(parameters: Sequence[Tensor]) -> None:
-    for p in parameters:
-        p.grad = None
-
-
-def values(sums: Sums) -> list[Tensor]:
-    """The sums as real, dense tensors that share their memory."""
-    for p, g in sums.items():
-        if g.is_sparse and not g.is_coalesced():
-            sums[p] = g.coalesce()
-    return [_values(g) for g in sums.values()]
-
-
-def scale(sums: Sums, factor: Any) -> None:
-    if sums and (isinstance(factor, Tensor) or factor != 1.0):
-        torch._foreach_mul_(values(sums), factor)
-
-
-def add(sums: Sums, others: Sums) -> None:
-    for p, g in others.items():
-        if p not in sums:
-            sums[p] = g
-        else:  # torch adds a sparse tensor to a dense one, not the other way round
-            sums[p] = g + sums[p] if sums[p].is_sparse else sums[p] + g
-
-
-def norm(sums: Sums) -> float:
-    """The norm over all of them. Reading it is the one moment in a step that waits for the device."""
-    tensors = values(sums)
-    if not tensors:
-        return 0.0
-    if any(map(is_sharded, sums.values())):
-        return norm_over_ranks(list(sums.values()))
-    total = _norm(torch._foreach_norm(tensors))
-    if not math.isfinite(total) and all(bool(torch.isfinite(t).all()) for t in tensors):
-        # finite numbers whose squares are too large
-        largest = max(float(t.abs().max()) for t in tensors if t.numel())
-        total = largest * _norm(torch._foreach_norm([t.double() / largest for t in tensors]))
-    return total
-
-
-def _norm(norms: Sequence[Tensor]) -> float:
-    if all(n.is_cpu for n in norms):
-        return math.hypot(*[n.item() for n in norms])
-    device = norms[0].device
-    wide = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
-    return float(torch.linalg.vector_norm(torch.stack([n.to(device, wide) for n in norms])))
-
-
-def clip(sums: Sums, total_norm: float, clip_norm: float | None, clip_value: float | None) -> None:
-    """By norm as torch.nn.utils.clip_grad_norm_ does it, then by value."""
-    if clip_norm is not None:
-        scale(sums, min(clip_norm / (total_norm + 1e-6), 1.0))
-    if clip_value is not None and sums:
-        tensors = values(sums)
-        torch._foreach_clamp_min_(tensors, -clip_value)
-        torch._foreach_clamp_max_(tensors, clip_value)
-
-
-def norm_on_device(sums: Sums) -> tuple[Tensor, Tensor]:
-    """The norm of each of them and over all, which nobody waits for. Squares that overflow float32 make it infinite."""
-    norms = torch._foreach_norm(values(sums))
-    is_mixed = len({norm.dtype for norm in norms}) > 1
-    stacked = torch.stack([norm.double() for norm in norms] if is_mixed else list(norms)).double()
-    return stacked, torch.linalg.vector_norm(stacked)
-
-
-def clip_on_device(sums: Sums, total_norm: Tensor, clip_norm: float | None, clip_value: float | None) -> None:
-    """As `clip`, by a norm that is not on the host."""
-    if clip_norm is not None:
-        tensors = values(sums)
-        wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-        torch._foreach_mul_(tensors, (clip_norm / (total_norm + 1e-6)).clamp(max=1.0).to(wide))
-    clip(sums, math.nan, None, clip_value)
-
-
-def _values(gradient: Tensor) -> Tensor:
-    gradient = local(gradient)
-    gradient = gradient._values() if gradient.is_sparse else gradient
-    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
-
-
-class Collection:
-    """The gradients of a window while backward passes add to them.
-
-    try:
-        collection.begun()
-        …                   # backward passes
-        collection.end()
-    finally:
-        collection.leave()
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], sums: Sums, wide: dict[Tensor, torch.dtype]) -> None:
-        self.parameters = parameters
-        self._sums = sums
-        self._wide = wide
-        self._by_hook: Container[Tensor] = () if HAS_GRAD_DTYPE else wide
-        self._undo: list[Callable[[], None]] = []
-        self._is_ended = False
-        self._has_new = False
-        self._watched: Tensor | None = None
-        self._seen: tuple[Tensor | None, int] = (None, 0)
-
-    def begun(self) -> "Collection":
-        """With the sums in .grad."""
-        for p, dtype in self._wide.items():
-            self._undo.append(_widen(p, dtype, self._sums))
-        for p, g in self._sums.items():
-            if p not in self._by_hook:
-                p.grad = g
-        self._held = grads_of(self.parameters)
-        self._has_sparse = any(g.is_sparse for g in self._sums.values())
-        self.watch()
-        return self
-
-    def end(self) -> None:
-        """Puts what is in .grad into the sums."""
-        self._look()
-        if self._has_new:
-            self._sums.update([(p, g) for p, g in zip(self.parameters, self._held, strict=True) if g is not None])
-        self._is_ended = True
-
-    def leave(self) -> None:
-        """After this, .grad is None; what did not come to its end is half added, and the sums are emptied."""
-        if not self._is_ended:
-            self._sums.clear()
-        clear(self.parameters)
-        for undo in self._undo:
-            undo()
-
-    def check(self) -> None:
-        """Before a backward pass: what was added up so far must still be there."""
-        if self._watched is None:
-            is_changed = any(p.grad is not None for p in self.parameters)
-        else:
-            gradient, version = self._seen
-            is_changed = self._watched.grad is not gradient or (gradient is not None and gradient._version != version)
-        if is_changed:
-            raise GradientError(
-                "gradients were zeroed or changed by the loss in the middle of a window, or by another thread, so they "
-                "are not those of the batch: leave zero_grad() and backward() out of the loss"
-            )
-
-    def in_units_of(self, unit: Any) -> None:
-        """Before a backward pass: what it adds counts `unit`, so what is there is brought to that measure."""
-        before = self._sums.unit
-        if unit is before or (isinstance(unit, float) and isinstance(before, float) and unit == before):
-            return
-        held = [self._sums.get(p) if p in self._by_hook else p.grad for p in self.parameters]
-        if tensors := [_values(g) for g in held if g is not None]:
-            torch._foreach_mul_(tensors, before / unit)
-        self._sums.unit = unit
-        self.watch()
-
-    def added(self) -> None:
-        """After a backward pass."""
-        self._look()
-        self.watch()
-
-    def _look(self) -> None:
-        """Sees to gradients that were not there before: those that were have been added to where they are."""
-        is_new = any(map(operator.is_not, held := grads_of(self.parameters), self._held))
-        if is_new:
-            self.part()
-            self._has_sparse = any(g is not None and g.is_sparse for g in held)
-        if self._has_sparse:
-            self._shorten()
-        if is_new or self._has_sparse:
-            self._held = grads_of(self.parameters)
-            self._has_new = True
-
-    def part(self) -> None:
-        """Gives every gradient memory of its own.
-
-        Two that are views of one tensor are left in the same memory by torch (2.13), as with `a.view(-1) + b.view(-1)`,
-        and what the next backward pass adds to the one it would add to the other.
-        """
-        taken: set[int] = set()
-        for p in self.parameters:
-            if (g := p.grad) is not None and type(g) is Tensor and g.layout is torch.strided:
-                if (place := g.data_ptr()) in taken:
-                    p.grad = g.clone()
-                taken.add(place)
-
-    def _shorten(self) -> None:
-        """Keeps sparse gradients from growing with the number of micro-batches.
-
-        Adding sparse gradients strings their entries together. Once there are more of them than rows, entries of
-        the same row are added up. How many there are is known without asking the device.
-        """
-        for p in self.parameters:
-            if (g := p.grad) is not None and g.is_sparse and g._nnz() > p.shape[0]:
-                p.grad = g.coalesce()
-
-    def watch(self) -> None:
-        """What is there now is what `check` wants. Zeroing touches all alike, so watching one of them is enough."""
-        if self._watched is None:
-            self._watched = next((p for p in self.parameters if p.grad is not None), None)
-        if self._watched is not None:
-            gradient = self._watched.grad
-            self._seen = (gradient, 0 if gradient is None else gradient._version)
-
-
-def _widen(parameter: Tensor, dtype: torch.dtype, sums: Sums) -> Callable[[], None]:
-    """Lets backward passes add up in this dtype; returns how to undo that."""
-    if HAS_GRAD_DTYPE:
-        return _set_grad_dtype(parameter, dtype)
-
-    def add_up(p: Tensor) -> None:
-        assert p.grad is not None
-        sums[p] = sums[p].add_(p.grad) if p in sums else p.grad.to(dtype)
-        p.grad = None  # the low-precision gradient is freed at once
-
-    handle = parameter.register_post_accumulate_grad_hook(add_up)
-    return lambda: handle.remove()
-
-
-def _set_grad_dtype(parameter: Any, dtype: torch.dtype) -> Callable[[], None]:
-    before = parameter.grad_dtype
-    parameter.grad_dtype = dtype
-
-    def undo() -> None:
-        parameter.grad_dtype = before
-
-    return undo
 
 
 def takes_wide(optimizer: torch.optim.Optimizer, parameter: Tensor, dtype: torch.dtype) -> bool:
@@ -392,18 +151,3 @@ def takes_wide(optimizer: torch.optim.Optimizer, parameter: Tensor, dtype: torch
         if any(isinstance(s, Tensor) and s.ndim and s.dtype != trial.dtype for s in state):
             return False
     return True
-
-
-def leaves_of(*losses: Tensor) -> set[Tensor]:
-    """The tensors that a backward pass would leave gradients on."""
-    found: set[Tensor] = set()
-    seen: set[Any] = set()
-    waiting = [loss.grad_fn for loss in losses]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if hasattr(node, "variable"):
-                found.add(node.variable)
-            waiting += [following for following, _ in node.next_functions]
-    return found

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from ..core.errors import Interrupted
 from ..core.step import Step
 from ..core.weight import Terms, times
-from . import checks, gradients
+from . import arithmetic, checks
 from .agreement import Agreed
 from .capture import Capture
-from .gradients import Collection
+from .collection import Collection
 from .precision import is_low
 from .transfer import Transfer
 from .update import Update
@@ -73,7 +73,7 @@ class Passes(Update):
                 self._replicas.complete(collection, is_whole=all(self._is_whole(weight) for _, weight in passes))
         if len(losses) < len(passes):
             raise self._interruption(window, len(passes))
-        gradients.scale(sums, sums.unit)
+        arithmetic.scale(sums, sums.unit)
         summed = self._replicas.sum_losses(losses, [scales_of[w] for _, w in passes], len(agreed().total))
         return self._apply(sums, summed, agreed(), micro_batch_size)
 

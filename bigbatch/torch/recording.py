@@ -13,8 +13,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..core.errors import CaptureError
 from ..core.weight import Terms
-from . import gradients, nest
-from .gradients import Collection, Gradients, Sums, leaves_of
+from . import arithmetic, nest
+from .arithmetic import Sums
+from .collection import Collection, clear, leaves_of
+from .gradients import Gradients
 from .graph import no_waiting, record, rehearsed
 from .precision import Precision, is_low
 from .surroundings import Kept
@@ -122,7 +124,7 @@ class Pass:
             strangers = weakly(leaves_of(*terms).difference(parameters, nest.tensors(static)))
             del terms
             self._check(kept, expected, strangers)
-            if not (expected and math.isfinite(norm := gradients.norm(expected))):
+            if not (expected and math.isfinite(norm := arithmetic.norm(expected))):
                 return None
             kept.restore()
             recorded = self._record(static, seeds, losses, expected, device, pool, is_any_low)
@@ -229,9 +231,9 @@ class Pass:
 
     def _compare(self, recorded: Recorded, expected: Sums, losses: list[Tensor], norm: float) -> None:
         tolerance = self._tolerance(expected)
-        own = gradients.values(expected)
+        own = arithmetic.values(expected)
         norms = torch.stack(torch._foreach_norm(own)).double()
-        torch._foreach_sub_(own, gradients.values(Sums(recorded.buffers)))
+        torch._foreach_sub_(own, arithmetic.values(Sums(recorded.buffers)))
         errors = torch.stack(torch._foreach_norm(own)).double() / (norms + norm / 100 + TINY)
         eager, replayed = (torch.stack([*map(Tensor.double, found)]) for found in (losses, recorded.losses))
         apart = torch.cat([errors, ((eager - replayed).abs() / (eager.abs() + TINY)).where(eager.isfinite(), 0.0)])
@@ -298,7 +300,7 @@ def standing_in(modules: Sequence[nn.Module], leaves: dict[Tensor, Tensor]) -> I
 def taken(parameters: Sequence[Tensor]) -> Sums:
     """The gradients, which the parameters no longer hold."""
     sums = Sums((p, p.grad) for p in parameters if p.grad is not None)
-    gradients.clear(parameters)
+    clear(parameters)
     return sums
 
 

@@ -14,7 +14,8 @@ from torch.amp import GradScaler
 from ..core.errors import OptionError, OrderError, RankError
 from ..core.weight import Terms
 from .agreement import Agreed, Agreement, Share, alone, exchange
-from .gradients import Collection, Gradients
+from .collection import Collection
+from .gradients import Gradients
 from .window import fetch_weighted, weighted_now
 
 Reduce = Literal["window", "micro_batch"]

@@ -19,7 +19,7 @@ from ..core.window import Window, cuts
 from . import nest
 from .accumulator import Accumulator
 from .checks import batch_norms
-from .gradients import leaves_of
+from .collection import leaves_of
 from .passes import Loss
 from .replay import Recording, Replay
 from .weight import Weight, weigh

@@ -12,10 +12,12 @@ from torch.amp import GradScaler
 from ..core.errors import LossError
 from ..core.step import Step
 from ..core.weight import Reduction, Terms, from_terms
-from . import gradients
+from . import arithmetic
 from .agreement import Agreement
+from .arithmetic import Sums
 from .captured_optimizer import CapturedOptimizer
-from .gradients import Gradients, Sums
+from .collection import clear
+from .gradients import Gradients
 from .nonfinite import NonFinite, place_in, place_of
 from .outcome import Later, Outcome, can_be_skipped_on_device
 from .precision import Precision
@@ -114,10 +116,10 @@ class Update:
                 return outcome
             self._precision.unscale(self.optimizer, sums)
             self._replicas.agree_on_overflow(self.scaler, self.optimizer)
-            norm = gradients.norm(sums)
+            norm = arithmetic.norm(sums)
             place, is_overflow = self._not_finite(norm, sums, losses)
             if place is None:
-                gradients.clip(sums, norm, self.clip_norm, self.clip_value)
+                arithmetic.clip(sums, norm, self.clip_norm, self.clip_value)
                 with self._gradients.handed_over(sums):
                     self._step_optimizer()
                 self._nonfinite.applied()
@@ -129,7 +131,7 @@ class Update:
             self._precision.forget(self.optimizer)
             raise
         finally:
-            gradients.clear(self._gradients.parameters)
+            clear(self._gradients.parameters)
 
     def _not_finite(self, norm: float, sums: Sums, losses: Callable[[], Terms]) -> tuple[str | None, bool]:
         """Where it is that something is not finite, if anywhere, and whether that is for a scaler to deal with."""
@@ -155,8 +157,8 @@ class Update:
 
     def _finish_on_device(self, sums: Sums) -> Outcome:
         """The same, but it is the device that looks whether the gradient is finite. The host may be a window ahead."""
-        norms, total = gradients.norm_on_device(sums)
-        gradients.clip_on_device(sums, total, self.clip_norm, self.clip_value)
+        norms, total = arithmetic.norm_on_device(sums)
+        arithmetic.clip_on_device(sums, total, self.clip_norm, self.clip_value)
         parameters, number = list(sums), self.num_steps + 1
 
         def skipped(first: int | None) -> None:

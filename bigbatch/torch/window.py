@@ -11,8 +11,9 @@ from torch import Tensor
 from ..core.errors import OrderError, StateError
 from ..core.step import Step
 from ..core.weight import Reduction, Tally, Terms, from_terms, is_number, weighted
-from . import gradients
-from .gradients import Gradients, Sums
+from . import arithmetic
+from .arithmetic import Sums
+from .gradients import Gradients
 from .shards import like, local
 from .weight import read
 
@@ -83,7 +84,7 @@ class OpenWindow:
         reference = self.tally.reference
         for t, (now, first) in enumerate(zip(weight, reference, strict=False)):  # the first one finds none
             if is_number(now) and is_number(first) and now > first * FAR:
-                gradients.scale(self.sums[t], first / now)
+                arithmetic.scale(self.sums[t], first / now)
                 reference = (*reference[:t], now, *reference[t + 1 :])
         self.tally.reference = reference
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bigbatch.torch import Accumulator, gradients
+from bigbatch.torch import Accumulator, collection, gradients
 
 WAYS = ("batch", "micro_batch")
 Batch = tuple[Tensor, Tensor]
@@ -313,7 +313,8 @@ def test_low_precision_is_rounded_once(
     of torch have no grad_dtype; the way taken there gives the same, bit for bit."""
     if not gradients.HAS_GRAD_DTYPE and has_grad_dtype:
         pytest.skip(f"torch {torch.__version__} has no grad_dtype")
-    monkeypatch.setattr(gradients, "HAS_GRAD_DTYPE", has_grad_dtype)
+    for module in (gradients, collection):
+        monkeypatch.setattr(module, "HAS_GRAD_DTYPE", has_grad_dtype)
     torch.manual_seed(0)
     model = nn.Linear(6, 4).bfloat16()
     x, y = data(12, torch.bfloat16)
@@ -341,7 +342,8 @@ def test_low_precision_is_rounded_once(
 
 def test_at_most_one_wide_buffer_per_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_grad_dtype in {gradients.HAS_GRAD_DTYPE, False}:
-        monkeypatch.setattr(gradients, "HAS_GRAD_DTYPE", has_grad_dtype)
+        for module in (gradients, collection):
+            monkeypatch.setattr(module, "HAS_GRAD_DTYPE", has_grad_dtype)
         model = nn.Linear(6, 4).bfloat16()
         accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=9)
         for _ in range(3):

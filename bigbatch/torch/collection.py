@@ -1,0 +1,183 @@
+"""How backward passes add to the gradient sums of a window."""
+
+import operator
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import GradientError
+from .arithmetic import Sums, plain
+
+HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # from torch 2.10 on, .grad may be wider than its parameter
+
+
+class Collection:
+    """The gradients of a window while backward passes add to them.
+
+    try:
+        collection.begun()
+        …                   # backward passes
+        collection.end()
+    finally:
+        collection.leave()
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], sums: Sums, wide: dict[Tensor, torch.dtype]) -> None:
+        self.parameters = parameters
+        self._sums = sums
+        self._wide = wide
+        self._by_hook: Container[Tensor] = () if HAS_GRAD_DTYPE else wide
+        self._undo: list[Callable[[], None]] = []
+        self._is_ended = False
+        self._has_new = False
+        self._watched: Tensor | None = None
+        self._seen: tuple[Tensor | None, int] = (None, 0)
+
+    def begun(self) -> "Collection":
+        """With the sums in .grad."""
+        for p, dtype in self._wide.items():
+            self._undo.append(_widen(p, dtype, self._sums))
+        for p, g in self._sums.items():
+            if p not in self._by_hook:
+                p.grad = g
+        self._held = grads_of(self.parameters)
+        self._has_sparse = any(g.is_sparse for g in self._sums.values())
+        self.watch()
+        return self
+
+    def end(self) -> None:
+        """Puts what is in .grad into the sums."""
+        self._look()
+        if self._has_new:
+            self._sums.update([(p, g) for p, g in zip(self.parameters, self._held, strict=True) if g is not None])
+        self._is_ended = True
+
+    def leave(self) -> None:
+        """After this, .grad is None; what did not come to its end is half added, and the sums are emptied."""
+        if not self._is_ended:
+            self._sums.clear()
+        clear(self.parameters)
+        for undo in self._undo:
+            undo()
+
+    def check(self) -> None:
+        """Before a backward pass: what was added up so far must still be there."""
+        if self._watched is None:
+            is_changed = any(p.grad is not None for p in self.parameters)
+        else:
+            gradient, version = self._seen
+            is_changed = self._watched.grad is not gradient or (gradient is not None and gradient._version != version)
+        if is_changed:
+            raise GradientError(
+                "gradients were zeroed or changed by the loss in the middle of a window, or by another thread, so they "
+                "are not those of the batch: leave zero_grad() and backward() out of the loss"
+            )
+
+    def in_units_of(self, unit: Any) -> None:
+        """Before a backward pass: what it adds counts `unit`, so what is there is brought to that measure."""
+        before = self._sums.unit
+        if unit is before or (isinstance(unit, float) and isinstance(before, float) and unit == before):
+            return
+        held = [self._sums.get(p) if p in self._by_hook else p.grad for p in self.parameters]
+        if tensors := [plain(g) for g in held if g is not None]:
+            torch._foreach_mul_(tensors, before / unit)
+        self._sums.unit = unit
+        self.watch()
+
+    def added(self) -> None:
+        """After a backward pass."""
+        self._look()
+        self.watch()
+
+    def _look(self) -> None:
+        """Sees to gradients that were not there before: those that were have been added to where they are."""
+        is_new = any(map(operator.is_not, held := grads_of(self.parameters), self._held))
+        if is_new:
+            self.part()
+            self._has_sparse = any(g is not None and g.is_sparse for g in held)
+        if self._has_sparse:
+            self._shorten()
+        if is_new or self._has_sparse:
+            self._held = grads_of(self.parameters)
+            self._has_new = True
+
+    def part(self) -> None:
+        """Gives every gradient memory of its own.
+
+        Two that are views of one tensor are left in the same memory by torch (2.13), as with `a.view(-1) + b.view(-1)`,
+        and what the next backward pass adds to the one it would add to the other.
+        """
+        taken: set[int] = set()
+        for p in self.parameters:
+            if (g := p.grad) is not None and type(g) is Tensor and g.layout is torch.strided:
+                if (place := g.data_ptr()) in taken:
+                    p.grad = g.clone()
+                taken.add(place)
+
+    def _shorten(self) -> None:
+        """Keeps sparse gradients from growing with the number of micro-batches.
+
+        Adding sparse gradients strings their entries together. Once there are more of them than rows, entries of
+        the same row are added up. How many there are is known without asking the device.
+        """
+        for p in self.parameters:
+            if (g := p.grad) is not None and g.is_sparse and g._nnz() > p.shape[0]:
+                p.grad = g.coalesce()
+
+    def watch(self) -> None:
+        """What is there now is what `check` wants. Zeroing touches all alike, so watching one of them is enough."""
+        if self._watched is None:
+            self._watched = next((p for p in self.parameters if p.grad is not None), None)
+        if self._watched is not None:
+            gradient = self._watched.grad
+            self._seen = (gradient, 0 if gradient is None else gradient._version)
+
+
+def grads_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    return [p.grad for p in parameters]
+
+
+def clear(parameters: Sequence[Tensor]) -> None:
+    for p in parameters:
+        p.grad = None
+
+
+def _widen(parameter: Tensor, dtype: torch.dtype, sums: Sums) -> Callable[[], None]:
+    """Lets backward passes add up in this dtype; returns how to undo that."""
+    if HAS_GRAD_DTYPE:
+        return set_grad_dtype(parameter, dtype)
+
+    def add_up(p: Tensor) -> None:
+        assert p.grad is not None
+        sums[p] = sums[p].add_(p.grad) if p in sums else p.grad.to(dtype)
+        p.grad = None  # the low-precision gradient is freed at once
+
+    handle = parameter.register_post_accumulate_grad_hook(add_up)
+    return lambda: handle.remove()
+
+
+def set_grad_dtype(parameter: Any, dtype: torch.dtype) -> Callable[[], None]:
+    before = parameter.grad_dtype
+    parameter.grad_dtype = dtype
+
+    def undo() -> None:
+        parameter.grad_dtype = before
+
+    return undo
+
+
+def leaves_of(*losses: Tensor) -> set[Tensor]:
+    """The tensors that a backward pass would leave gradients on."""
+    found: set[Tensor] = set()
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn for loss in losses]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                found.add(node.variable)
+            waiting += [following for following, _ in node.next_functions]
+    return found
