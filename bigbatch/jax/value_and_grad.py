@@ -80,6 +80,7 @@ def value_and_grad(
             raise OptionError(f"{name} is {function!r}: pass a function")
     if rng not in ("per_micro_batch", "per_sample", None):
         raise OptionError(f'rng={rng!r} is unknown: pass "per_micro_batch", "per_sample" or None')
+    check_dtype(accumulate_dtype)
     window = Window(loss, micro_batch_size, weight, has_aux, reduction, Asked.of(aux), rng, accumulate_dtype)
     given = None if axes is None else axes_of(axes)
     compiled = kept(window) if is_bare(loss) and is_bare(weight) else compile_window(window)
@@ -103,6 +104,20 @@ def value_and_grad(
         return found, gradient if isinstance(argnums, tuple | list) else gradient[0]
 
     return value_and_gradient
+
+
+def check_dtype(dtype: Any) -> None:
+    try:
+        is_wide = dtype is None or jnp.promote_types(dtype, jnp.float32) == jnp.dtype(dtype)
+    except TypeError as error:
+        raise OptionError(
+            f"accumulate_dtype={dtype!r} is no dtype: pass jnp.float32 or jnp.float64, or None"
+        ) from error
+    if not is_wide:
+        raise OptionError(
+            f"accumulate_dtype={jnp.dtype(dtype).name} is narrower than float32 and would lose low bits: "
+            "pass jnp.float32 or jnp.float64, or None"
+        )
 
 
 def grad(loss: Loss, micro_batch_size: int = 8, *, has_aux: bool = False, **options: Any) -> Callable[..., Any]:

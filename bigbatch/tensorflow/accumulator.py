@@ -176,15 +176,17 @@ class Accumulator(tf.Module):
         `graphs` are those that use certain sums.
         """
         in_python = tf.config.functions_run_eagerly()  # to be looked into
-        key = (name, layout.key, more, tuple(map(id, self.model.trainable_variables)), in_python)
+        functions = (self.loss, self.weight)  # kept with the graph, so that nothing else gets their ids
+        key = (name, layout.key, more, tuple(map(id, (*functions, *self.model.trainable_variables))), in_python)
         made = (graphs or self._graphs).made if layout.is_lasting else {}
         if key not in made:
             checks.check_trainable(self.model, is_called=True)
             self._update.optimizer.check_knows(self.model.trainable_variables)
             specs = [*more, *map(replicas.any_size, tensors)]
             function = tf.function(make(layout), input_signature=specs, autograph=False)
-            made[key] = function if in_python else function.get_concrete_function()  # which is cheaper to call
-        return made[key]
+            call = function if in_python else function.get_concrete_function()  # which is cheaper to call
+            made[key] = (call, functions)
+        return made[key][0]
 
     def _window_graph(self, layout: nest.Layout) -> WindowGraph:
         return WindowGraph(

@@ -41,6 +41,8 @@ def call(compiled: bool, loss: Any = loss, batch: Any = BATCH, params: Any = Non
         ({"weight": lambda b: jnp.array(1j)}, WeightError, "array of complex"),
         ({"weight": lambda b: np.array([3.0, -1.0])}, WeightError, "is -1.0"),
         ({"weight": lambda b: -1}, WeightError, "is -1"),
+        ({"accumulate_dtype": "nonsense"}, OptionError, "'nonsense' is no dtype"),
+        ({"accumulate_dtype": jnp.bfloat16}, OptionError, "bfloat16 is narrower than float32"),
         ({"loss": lambda p, b: ()}, LossError, "0 terms"),
         ({"loss": lambda p, b: "low"}, LossError, "the loss returned 'low'"),
         ({"loss": lambda p, b: (loss(p, b), {"name": "low"}), "has_aux": True}, LossError, "return numbers alone"),

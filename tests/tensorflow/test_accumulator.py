@@ -678,6 +678,25 @@ def test_an_object_of_the_users_may_change_between_steps(kind: str) -> None:
     assert not accumulator._graphs.made or kind == "window"
 
 
+@pytest.mark.parametrize("kind", ["batch", "window"])
+def test_another_loss_or_weight_between_steps(kind: str) -> None:
+    def doubled(model: Any, batch: Batch) -> Any:
+        return 2.0 * loss(model, batch)
+
+    def counted(batch: Batch) -> Any:
+        return tf.reduce_sum(tf.cast(batch[1] > 0, tf.float64)) + 1.0
+
+    accumulator, model, optimizer = make(), make_model(), keras.optimizers.SGD(0.1)
+    for one in (loss, doubled, loss):
+        accumulator.loss = one
+        accumulator.step(make_batch() if kind == "batch" else Window(parts(make_batch())))
+        full_batch_step(model, optimizer, loss=one)
+        assert_same(accumulator.model, model)
+    accumulator.weight = counted
+    step = accumulator.step(make_batch() if kind == "batch" else Window(parts(make_batch())))
+    assert step.weight == sum(float(counted(part)) for part in parts(make_batch()))
+
+
 def test_freezing_and_unfreezing_in_turns_leaves_no_sums_and_no_graphs_behind() -> None:
     optimizer = keras.optimizers.SGD(0.1)
     accumulator, model = make(None, optimizer), make_model()
