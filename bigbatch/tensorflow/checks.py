@@ -59,7 +59,7 @@ def checked_loss(terms: Terms, num_weights: int) -> Terms:
     """The terms; refuses what no gradient can be taken of, while the graph is being made if that is known then."""
     check_terms(len(terms), num_weights)
     for term in terms:
-        if not tf.is_tensor(term) or not term.dtype.is_floating:
+        if not isinstance(term, tf.Tensor | tf.Variable) or not term.dtype.is_floating:
             raise LossError(
                 f"the loss is a {type(term).__name__}: return a scalar tensor of floats, or a tuple of them"
             )
@@ -99,6 +99,8 @@ def weight_at_hand(weight: Any) -> tf.Tensor:
 
 def added_up(weight: Any) -> tuple[tf.Tensor, tf.Tensor]:
     """A weight, or those of the samples added up, and whether all of them are good."""
+    if isinstance(weight, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices):
+        raise WeightError(f"the weight is a {type(weight).__name__}: pass a number, or a plain tensor of them")
     weight = tf.convert_to_tensor(weight)
     if not (weight.dtype.is_floating or weight.dtype.is_integer or weight.dtype.is_bool):
         raise WeightError(f"the weight is a tensor of {weight.dtype.name}: pass numbers, of at least 0")

@@ -442,6 +442,8 @@ def test_ragged_and_sparse_inputs(kind: str, way: str) -> None:
         ({"loss": lambda m, b: (loss(m, b), loss(m, b))}, LossError, "2 terms but the weight has 1"),
         ({"loss": lambda m, b: tf.stop_gradient(loss(m, b))}, LossError, "none of the model's"),
         ({"loss": lambda m, b: 1 / 0}, ZeroDivisionError, "division by zero"),
+        ({"loss": lambda m, b: keras.Variable(1.0)}, LossError, "is a Variable"),
+        ({"weight": lambda b: tf.RaggedTensor.from_row_splits(tf.ones(4), [0, 1, 4])}, WeightError, "a RaggedTensor"),
         ({"weight": lambda b: -1}, WeightError, "is -1: a weight says"),
         ({"weight": lambda b: float("nan")}, WeightError, "is nan"),
         ({"weight": lambda b: None}, WeightError, "is None"),
