@@ -10,7 +10,7 @@ from .errors import BigBatchError, OptionError, StateError
 from .every import Every
 from .step import History
 from .tree import Array, as_array
-from .window import positive
+from .window import positive, stream_of, windows
 
 Item = TypeVar("Item")
 HISTORY = "history.jsonl"
@@ -64,11 +64,13 @@ class Resumable:
         raise NotImplementedError
 
     def _random(self, data: Any) -> dict[str, Any]:
-        """Where random numbers are."""
-        return random.state()
+        """Where random numbers are, and in which step windows whose length varies."""
+        return {**random.state(), "step": data.next_step if isinstance(data, windows) else None}
 
     def _set_random(self, found: dict[str, Any], data: Any) -> None:
         random.restore(found)
+        if isinstance(data, windows) and found.get("step") is not None:
+            data.next_step = found["step"]
 
     # --- saving --------------------------------------------------------------------------------------------
 
@@ -148,9 +150,10 @@ class Resumable:
         batches, from the global random numbers gets the same ones again: those of the epoch's beginning are kept.
         """
         positive("epochs", epochs)
-        if isinstance(data, Iterator):  # iter() of a data loader would draw random numbers, and start its workers
+        stream = stream_of(data)
+        if isinstance(stream, Iterator):  # iter() of a data loader would draw random numbers, and start its workers
             raise OptionError(
-                f"data is a {type(data).__name__}, which can be gone through once and not taken up in the middle: "
+                f"data is a {type(stream).__name__}, which can be gone through once and not taken up in the middle: "
                 "pass something that can be iterated again, such as a list or a data loader"
             )
         self._data = data
@@ -214,6 +217,7 @@ class Resumable:
 
     def _begin_epoch(self, data: Any) -> None:
         """Tells whoever shuffles by the number of the epoch."""
+        data = stream_of(data)
         for part in (data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None)):
             if callable(tell := getattr(part, "set_epoch", None)):
                 tell(self.epoch)

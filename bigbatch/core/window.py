@@ -54,12 +54,12 @@ class windows(Generic[T]):  # noqa: N801 - reads as the function that it stands 
     def __init__(self, iterable: Iterable[T], accumulation_steps: AccumulationSteps, *, first_step: int = 0) -> None:
         if not callable(accumulation_steps):
             positive("accumulation_steps", accumulation_steps)
-        self._iterable = iterable
+        self.iterable = iterable
         self._accumulation_steps = accumulation_steps
         self.next_step = first_step
 
     def __iter__(self) -> Iterator[Window[T]]:
-        stream = iter(self._iterable)
+        stream = iter(self.iterable)
         for first in stream:
             num = steps_at(self._accumulation_steps, self.next_step)
             self.next_step += 1
@@ -68,7 +68,12 @@ class windows(Generic[T]):  # noqa: N801 - reads as the function that it stands 
     def __len__(self) -> int:
         if callable(self._accumulation_steps):
             raise TypeError("windows of a varying number of micro-batches have no length")
-        return -(-len(self._iterable) // self._accumulation_steps)  # type: ignore[arg-type]
+        return -(-len(self.iterable) // self._accumulation_steps)  # type: ignore[arg-type]
+
+
+def stream_of(data: Any) -> Any:
+    """What windows are made of, or the data itself."""
+    return data.iterable if isinstance(data, windows) else data
 
 
 def steps_at(accumulation_steps: AccumulationSteps, step: int) -> int:

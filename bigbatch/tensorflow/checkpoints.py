@@ -11,6 +11,7 @@ import tensorflow as tf
 from ..core.errors import OrderError, StateError
 from ..core.resume import Resumable
 from ..core.step import History
+from ..core.window import stream_of
 from .accumulator import Accumulator
 
 PREFIX = "tensorflow"
@@ -109,9 +110,10 @@ class Checkpoints(Resumable):
     def _begin_epoch(self, data: Any) -> None:
         """A dataset that shuffles draws the order of each epoch when it is begun: those behind are begun again."""
         super()._begin_epoch(data)
-        if isinstance(data, tf.data.Dataset):
+        stream = stream_of(data)
+        if isinstance(stream, tf.data.Dataset):
             for _ in range(self._num_behind):
-                next(iter(data), None)
+                next(iter(stream), None)
         self._num_behind = 0
 
 

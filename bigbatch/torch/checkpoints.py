@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..core.errors import OptionError, StateError
 from ..core.resume import Resumable
 from ..core.step import History
+from ..core.window import stream_of
 from .accumulator import Accumulator
 from .arrays import from_array, to_array, with_sparse, without_sparse
 
@@ -104,6 +105,7 @@ class Checkpoints(Resumable):
 
 def generators_of(data: Any) -> list[torch.Generator]:
     """Those that a data loader and its samplers draw the order from."""
+    data = stream_of(data)
     batch_sampler = getattr(data, "batch_sampler", None)
     parts = (data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     found = {id(part): part for part in (getattr(part, "generator", None) for part in parts)}

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ..core.errors import GradientError
 from .arithmetic import Sums, plain
+from .precision import ALONE, num_users
 
+LAYOUTS = (torch.strided, torch.sparse_coo)
 HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # from torch 2.10 on, .grad may be wider than its parameter
 
 
@@ -24,9 +26,16 @@ class Collection:
         collection.leave()
     """
 
-    def __init__(self, parameters: Sequence[Tensor], sums: Sums, wide: dict[Tensor, torch.dtype]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        sums: Sums,
+        wide: dict[Tensor, torch.dtype],
+        are_views: Callable[[], bool],
+    ) -> None:
         self.parameters = parameters
         self._sums = sums
+        self._are_views = are_views
         self._wide = wide
         self._by_hook: Container[Tensor] = () if HAS_GRAD_DTYPE else wide
         self._undo: list[Callable[[], None]] = []
@@ -106,15 +115,17 @@ class Collection:
     def part(self) -> None:
         """Gives every gradient memory of its own.
 
-        Two that are views of one tensor are left in the same memory by torch (2.13), as with `a.view(-1) + b.view(-1)`,
-        and what the next backward pass adds to the one it would add to the other.
+        Gradients that are views of one tensor are left in the same memory by torch (2.13), as with `a + b.view(-1)` or
+        `stack([a, b]) + c`, and what is then added to one, or multiplied, would be so in the others too: in those of
+        parameters that the optimizer does not hold, and in whatever a backward pass of the user's returned.
         """
-        taken: set[int] = set()
+        if self._are_views():
+            return
         for p in self.parameters:
-            if (g := p.grad) is not None and type(g) is Tensor and g.layout is torch.strided:
-                if (place := g.data_ptr()) in taken:
+            if (g := p.grad) is not None and type(g) is Tensor and g.layout in LAYOUTS:
+                num = num_users(g._values()) - 1 if g.is_sparse else num_users(g)  # _values() is a user itself
+                if num > ALONE:
                     p.grad = g.clone()
-                taken.add(place)
 
     def _shorten(self) -> None:
         """Keeps sparse gradients from growing with the number of micro-batches.

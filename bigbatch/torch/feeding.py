@@ -150,8 +150,10 @@ class Feeding(Passes):
     def _close(self, *, is_ending: bool) -> Step | None:
         """Makes a step of what this rank has, if anything, and of what the others have; None if nobody has any."""
         with self._replicas.telling():
-            if self._open is not None and is_ending:  # else the last micro-batch has just been
-                self._open.check_unchanged(self._turns.seen())
+            if self._open is not None:
+                self._gradients.refuse_foreign()
+                if is_ending:  # else the last micro-batch has just been
+                    self._open.check_unchanged(self._turns.seen())
             window, self._open = self._open, None
             weights = [] if window is None else read(window.tally.weights)
             check_all(weights)

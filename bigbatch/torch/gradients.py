@@ -27,6 +27,8 @@ class Gradients:
         self._dtype = dtype or torch.float32
         self._wide_enough = {dtype for dtype in FLOATING if _promoted(dtype, self._dtype) is dtype}
         self._takes_wide: bool | None = None
+        self.holder: Any = None
+        """A model whose gradients are views of the memory that it reduces them in."""
 
     @property
     def parameters(self) -> list[Any]:
@@ -72,7 +74,11 @@ class Gradients:
         """The same in parts, for what is called so often that entering a block counts."""
         parameters = self.parameters
         wide = [p for p in parameters if p.dtype not in self._wide_enough]
-        return Collection(parameters, sums, {p: self.wide_dtype(p) for p in wide})
+        return Collection(parameters, sums, {p: self.wide_dtype(p) for p in wide}, self.are_views)
+
+    def are_views(self) -> bool:
+        """Whether gradients are the model's now: DistributedDataParallel makes them so when it reduces."""
+        return self.holder is not None and self.holder.require_backward_grad_sync
 
     def refuse_foreign(self) -> list[Any]:
         """Refuses gradients that somebody else left. Zeros (`zero_grad(set_to_none=False)`) are let go."""
@@ -107,7 +113,7 @@ class Gradients:
                 restore.append(set_grad_dtype(p, g.dtype))
                 p.grad = g
             else:
-                p.grad = g.to(p.grad_dtype if HAS_GRAD_DTYPE else p.dtype)
+                p.grad = g.to((p.grad_dtype if HAS_GRAD_DTYPE else None) or p.dtype)
         try:
             yield
         finally:

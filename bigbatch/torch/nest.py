@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from ..core.errors import BatchError
 from ..core.window import Window, cuts, shares
@@ -24,35 +26,54 @@ def map_tensors(change: Callable[[Tensor], Any], nest: Any) -> Any:
     if isinstance(nest, list):
         return [map_tensors(change, item) for item in nest]
     if isinstance(nest, Mapping):
-        items = {key: map_tensors(change, item) for key, item in nest.items()}
+        mapped = {key: map_tensors(change, item) for key, item in nest.items()}
         if not isinstance(nest, dict | UserDict):
-            return items
-        changed = copy.copy(nest)  # keeps the class: OrderedDict, transformers' BatchEncoding
-        for key, item in items.items():
+            return mapped
+        changed = _copied(nest)  # keeps the class: OrderedDict, transformers' BatchEncoding
+        for key, item in mapped.items():
             changed[key] = item
         return changed
     if is_dataclass(nest):
-        changed = copy.copy(nest)
+        changed = _copied(nest)
         for field in dataclasses.fields(nest):
             object.__setattr__(changed, field.name, map_tensors(change, getattr(nest, field.name)))
         return changed
     return nest
 
 
+def _copied(nest: Any) -> Any:
+    """Of the same class, without what it keeps of all samples beside its items."""
+    changed = copy.copy(nest)
+    own = getattr(nest, "__dict__", {})
+    if own is nest:  # a dict whose items are its attributes
+        changed.__dict__ = changed
+        return changed
+    for name in own:
+        if isinstance(getattr(type(nest), name, None), functools.cached_property):
+            del changed.__dict__[name]
+    return changed
+
+
 def leaves(nest: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Everything in the nest with the name it goes by, in the order of `map_tensors`."""
+    found = items(nest, name)
+    if found is None:
+        yield name, nest
+    else:
+        for part, item in found:
+            yield from leaves(item, part)
+
+
+def items(nest: Any, name: str) -> list[tuple[str, Any]] | None:
+    """What a nest is made of; None if this is none."""
     if isinstance(nest, tuple | list):
         fields = getattr(nest, "_fields", None)
-        for number, item in enumerate(nest):
-            yield from leaves(item, f"{name}.{fields[number]}" if fields else f"{name}[{number}]")
-    elif isinstance(nest, Mapping):
-        for key, item in nest.items():
-            yield from leaves(item, f"{name}[{key!r}]")
-    elif is_dataclass(nest):
-        for field in dataclasses.fields(nest):
-            yield from leaves(getattr(nest, field.name), f"{name}.{field.name}")
-    else:
-        yield name, nest
+        return [(f"{name}.{fields[k]}" if fields else f"{name}[{k}]", item) for k, item in enumerate(nest)]
+    if isinstance(nest, Mapping):
+        return [(f"{name}[{key!r}]", item) for key, item in nest.items()]
+    if is_dataclass(nest):
+        return [(f"{name}.{field.name}", getattr(nest, field.name)) for field in dataclasses.fields(nest)]
+    return None
 
 
 def is_row(nest: Any) -> bool:
@@ -80,6 +101,8 @@ def is_empty(batch: Any) -> bool:
 def batch_size(batch: Any, name: str = "batch") -> int:
     """The size of the leading axis that all tensors share. A tensor without axes has none to share."""
     is_plain = is_row(batch)
+    if not is_plain:
+        _refuse_packed(batch, name)
     sizes = {tensor.size(0) for tensor in (batch if is_plain else tensors(batch)) if tensor.ndim}
     if len(sizes) == 1 and 0 not in sizes:
         size = sizes.pop()
@@ -99,6 +122,17 @@ def batch_size(batch: Any, name: str = "batch") -> int:
                 "axis; what belongs to no sample goes into the loss by other ways"
             )
     raise BatchError(f"{first} has 0 samples: leave empty batches out of the stream")
+
+
+def _refuse_packed(batch: Any, name: str) -> None:
+    """The rows of a PackedSequence are times, and those of each are fewer."""
+    if isinstance(batch, PackedSequence):
+        raise BatchError(
+            f"the {name} is a PackedSequence of {len(batch.batch_sizes)} times, which has no axis of samples: pass "
+            "padded tensors and their lengths, and pack them in the loss"
+        )
+    for part, item in items(batch, name) or ():
+        _refuse_packed(item, part)
 
 
 def _refuse_arrays(batch: Any, name: str, size: int) -> None:

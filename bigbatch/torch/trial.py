@@ -45,7 +45,8 @@ class Trial:
         self.batch_size = nest.batch_size(batch)
         self.micro_batches, self.sizes = nest.cut(batch, micro_batch_size)
         self.parts = cuts(self.batch_size, micro_batch_size)
-        self._held = [(t, t.detach().clone()) for t in [*model.parameters(), *model.buffers()]]
+        held = [*model.parameters(), *model.buffers(), *nest.tensors(batch)]  # a loss may change its batch in place
+        self._held = [(t, t.detach().clone()) for t in held]
         self._replay: Replay | None = None
         self._notes: list[str] = []
         self._foreign: dict[Tensor, Tensor | None] = {}
@@ -200,9 +201,12 @@ def copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def cast_to(batch: Any, dtype: torch.dtype) -> Any:
+    """A copy, as precise as that."""
+
     def cast(tensor: Tensor) -> Tensor:
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
         if tensor.is_complex():
-            return tensor.to(torch.promote_types(dtype, torch.complex64))
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+            wanted = torch.promote_types(dtype, torch.complex64)
+        return tensor.detach().to(wanted, copy=True).requires_grad_(tensor.requires_grad)
 
     return nest.map_tensors(cast, batch)

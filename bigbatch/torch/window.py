@@ -80,10 +80,10 @@ class OpenWindow:
         self.trainable = now
 
     def measure_by(self, weight: Terms) -> None:
-        """This one is the measure if the first is next to nothing beside it: w_k / w_1 would overflow."""
+        """This one is the measure if the first is nothing, or so little beside it that w_k / w_1 would overflow."""
         reference = self.tally.reference
         for t, (now, first) in enumerate(zip(weight, reference, strict=False)):  # the first one finds none
-            if is_number(now) and is_number(first) and now > first * FAR:
+            if is_number(now) and is_number(first) and (now > first * FAR or (now and not self.sums[t])):
                 arithmetic.scale(self.sums[t], first / now)
                 reference = (*reference[:t], now, *reference[t + 1 :])
         self.tally.reference = reference
