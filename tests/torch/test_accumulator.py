@@ -297,6 +297,55 @@ def test_gradients_of_somebody_else_are_refused_and_kept() -> None:
     assert_exact_step(accumulator)
 
 
+@pytest.mark.parametrize("place", ["in the last block", "before flush"])
+def test_gradients_of_somebody_else_at_the_end_of_a_window_are_refused(place: str) -> None:
+    """They would be lost, or be applied to parameters that the window has no gradient of."""
+    accumulator = make(accumulation_steps=2)
+    model, before = accumulator.model, snapshot(accumulator)
+
+    def feed(batch: Any, more: Any = lambda: None) -> None:
+        with accumulator.micro_batch(weight=len(batch[1])) as micro:
+            micro.backward(loss(model, batch))
+            more()
+
+    def penalty() -> None:
+        next(model.parameters()).square().sum().backward()
+
+    whole = make_batch()
+    first, second = zip(*(tensor.split([3, len(tensor) - 3]) for tensor in whole), strict=True)
+    feed(first)
+    with pytest.raises(GradientError, match=r"1 of 4 parameters hold a gradient.*0\.weight"):
+        if place == "in the last block":
+            feed(second, penalty)
+        else:
+            penalty()
+            accumulator.flush()
+    for p, then in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, then)
+    accumulator.optimizer.zero_grad()
+    if place == "before flush":
+        feed(second)
+    else:
+        accumulator.flush()
+    full = make()
+    full.step(whole)
+    for p, q in zip(model.parameters(), full.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+def test_a_first_weight_of_nothing_is_no_measure() -> None:
+    """The others are next to nothing beside 1, and their gradients would vanish in float32."""
+    seen: list[float] = []
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(float(model.weight.grad)))
+    accumulator = Accumulator(model, optimizer, accumulation_steps=3)
+    for weight, value in ((0, 9.0), (1e-30, 1e-11), (3e-30, 5e-11)):
+        with accumulator.micro_batch(weight=weight) as micro:
+            micro.backward((model.weight * value).sum())
+    assert seen == [pytest.approx(4e-11, rel=1e-6)]
+
+
 def test_zeroed_gradients_are_no_gradients() -> None:
     accumulator = make()
     loss(accumulator.model, make_batch()).backward()

@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from bigbatch import BigBatchWarning, History, Interrupted, OptionError, OrderError, StateError
+from bigbatch import BigBatchWarning, History, Interrupted, OptionError, OrderError, StateError, windows
 from bigbatch.core.checkpoint import Store
 from bigbatch.torch import Accumulator, Checkpoints
 
@@ -120,6 +120,69 @@ def test_stopped_anywhere(kind: str, tmp_path: Path) -> None:
         folder = tmp_path / f"{stop}"
         Loop(folder, kind).run(stop)
         assert Loop(folder, kind).run().ends_as(whole), f"stopped after {stop} batches"
+
+
+class Shuffled:
+    """Draws the order from the number of the epoch, as a DistributedSampler does."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(7, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+    def __len__(self) -> int:
+        return 7
+
+
+def stream_of_windows(kind: str) -> Any:
+    numbers: Any = TensorDataset(torch.arange(7.0)[:, None])
+    if kind == "by its own generator":
+        return windows(DataLoader(numbers, shuffle=True, generator=torch.Generator().manual_seed(7)), 2)
+    if kind == "by the epoch":
+        return windows(DataLoader(numbers, sampler=Shuffled()), 2)
+    return windows(DataLoader(numbers), lambda step: 1 + step)  # ever longer
+
+
+def seen_in_windows(folder: Path, kind: str, stop: int | None, *, is_same: bool) -> list[Any]:
+    """All that is trained on; left after `stop` windows and entered again, in the same process or another."""
+    seen = []
+    data: Any = stream_of_windows(kind)
+    for last in (stop, None):
+        model = nn.Linear(1, 1)
+        accumulator = Accumulator(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), lambda model, batch: model(batch[0]).mean()
+        )
+        with Checkpoints(folder, accumulator, every=1) as checkpoints:
+            for part in (stop, None) if is_same else (last,):
+                for number, window in enumerate(checkpoints.batches(data, epochs=3), 1):
+                    accumulator.step(window)
+                    seen.append([x.tolist() for (x,) in window])
+                    if number == part:
+                        checkpoints.save(wait=True)
+                        break
+        if is_same or stop is None:
+            return seen
+        data = stream_of_windows(kind)
+    return seen
+
+
+@pytest.mark.parametrize("is_same", [False, True])
+@pytest.mark.parametrize("kind", ["by its own generator", "by the epoch", "ever longer"])
+def test_windows_are_taken_up(kind: str, is_same: bool, tmp_path: Path) -> None:
+    whole = seen_in_windows(tmp_path / "whole", kind, None, is_same=False)
+    assert sorted(x for window in whole for x in window) == sorted([[float(x)]] for x in range(7) for _ in range(3))
+    for stop in range(1, len(whole) + 1):
+        assert seen_in_windows(tmp_path / f"{stop}", kind, stop, is_same=is_same) == whole, f"left after {stop}"
+
+
+def test_windows_of_what_is_gone_through_once_are_refused(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    with pytest.raises(OptionError, match="data is a list_iterator, which can be gone through once"):
+        next(loop.checkpoints.batches(windows(iter([1, 2]), 2)))
 
 
 def test_stopped_again_and_again_with_few_checkpoints(tmp_path: Path) -> None:

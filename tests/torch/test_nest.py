@@ -1,6 +1,7 @@
 """A batch is any nest of tensors. Each cut is compared with slices that were taken by hand."""
 
 import dataclasses
+import functools
 import re
 import types
 from collections import OrderedDict, UserDict, defaultdict
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from transformers.tokenization_utils_base import BatchEncoding
 
 from bigbatch import BatchError
@@ -366,6 +368,41 @@ def test_refuses_a_batch_without_a_batch_axis(batch):
 def test_refuses_containers_it_cannot_rebuild(batch):
     with pytest.raises(BatchError, match="no tensor with a batch axis"):
         cut(batch, 3)
+
+
+@dataclasses.dataclass
+class Masked:
+    mask: Tensor
+
+    @functools.cached_property
+    def num_tokens(self):
+        return int(self.mask.sum())
+
+
+def test_what_was_worked_out_from_the_whole_batch_is_worked_out_anew():
+    batch = Masked(torch.tensor([1, 1, 0, 1, 1]))
+    assert batch.num_tokens == 4
+    assert [part.num_tokens for part in cut(batch, 3)[0]] == [2, 2]
+    assert vars(batch)["num_tokens"] == 4
+
+
+class Attributes(dict):
+    def __init__(self, **items):
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+def test_a_dict_whose_items_are_its_attributes():
+    for part, rows in zip(cut(Attributes(x=X), 4)[0], X.split(4), strict=True):
+        assert torch.equal(part.x, rows)
+        part["y"] = part.x
+        assert part.y is part["x"]
+
+
+def test_packed_sequences_are_refused():
+    packed = pack_sequence([X[:, 0]])  # as many rows as times
+    with pytest.raises(BatchError, match=r"batch\['x'\] is a PackedSequence of 7 times"):
+        cut({"x": packed}, 3)
 
 
 def test_a_mapping_that_cannot_be_changed_is_cut_into_dicts():

@@ -450,3 +450,15 @@ def test_bad_input() -> None:
 
 def test_a_compiled_model_is_verified_uncompiled() -> None:
     assert verify(torch.compile(classifier(), backend="eager"), data(), loss, 16).is_exact
+
+
+def test_a_loss_that_changes_its_batch_in_place() -> None:
+    def halving(model: nn.Module, batch: Batch) -> Tensor:
+        batch[0].mul_(0.5)
+        return loss(model, batch)
+
+    x, y = data()
+    x = x.double()
+    before = x.clone()
+    assert verify(classifier(), (x, y), halving, 8).is_exact
+    assert torch.equal(x, before)
