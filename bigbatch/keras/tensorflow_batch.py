@@ -7,7 +7,10 @@ from keras import tree
 
 from ..core.errors import BatchError
 
-OTHER_ROWS = "x has another number of samples than y or sample_weight: all arrays of a batch share their leading axis"
+OTHER_ROWS = (
+    "an array of x, y or sample_weight has another number of samples than the first of x: all arrays of a batch share "
+    "their leading axis"
+)
 
 
 def as_tensor(leaf: Any) -> Any:
@@ -38,8 +41,7 @@ def with_rows(batch: Any, size: Any) -> Any:
         with tf.control_dependencies([tf.debugging.Assert(tf.equal(tf.shape(value)[0], size), [OTHER_ROWS])]):
             return tf.identity(value)
 
-    x, *others = batch
-    return x, *tree.map_structure(leaf, others)
+    return tree.map_structure(leaf, batch)
 
 
 def cut(batch: Any, start: Any, num: Any) -> Any:

@@ -1,5 +1,6 @@
 """fit on the torch backend: a loop over micro-batches, each with its own backward pass."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -9,6 +10,7 @@ from keras import tree
 
 from ..core.errors import BatchError
 from ..core.window import cuts
+from ..torch.collection import part
 from . import checks, loss
 from .loss import Batch, Form
 from .step import FitStep
@@ -55,13 +57,15 @@ class TorchStep(FitStep):
         for k, rows in enumerate(where):
             micro_batch = cut(batch, rows)
             y_pred = self.call(micro_batch[0])
+            losses = model.losses  # before counting, which calls the model again
             if k == 0:
                 form = self.form(tree.map_structure(spec, batch), lambda: self.look(micro_batch, y_pred))  # noqa: B023
                 shares = self.count(form, batch, where) if form.is_counted else [None] * len(where)
             share = keras.ops.convert_to_tensor((rows.stop - rows.start) / size, self.dtype)
-            micro, extra = loss.micro_loss(model, form, micro_batch, y_pred, model.losses, share, shares[k])
+            micro, extra = loss.micro_loss(model, form, micro_batch, y_pred, losses, share, shares[k])
             if model.trainable_weights:
                 self.scale(micro).backward()
+                part([v.value for v in model.trainable_weights])
             self.widen()
             value = value + micro.detach()
             if extra is not None:
@@ -121,7 +125,12 @@ def cut(batch: Batch, rows: slice) -> Any:
 
     x, y, sample_weight = tree.map_structure(leaf, batch)
     # Keras multiplies a mask into the sample weights in place (3.15, on torch alone)
-    return x, y, tree.map_structure(lambda value: None if value is None else value.clone(), sample_weight)
+    return x, y, tree.map_structure(copied, sample_weight)
+
+
+def copied(value: Any) -> Any:
+    """train_on_batch leaves sample weights as arrays."""
+    return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
 
 def spec(leaf: Any) -> Any:

@@ -34,6 +34,9 @@ class DenseSum:
     def add(self, state: tf.Tensor, k: tf.Tensor, gradient: Gradient) -> tf.Tensor:
         return state + dense(gradient, self.shape)
 
+    def skip(self, state: tf.Tensor, k: tf.Tensor) -> tf.Tensor:
+        return state
+
     def finished(self, state: tf.Tensor) -> Gradient:
         return state
 
@@ -58,6 +61,11 @@ class SparseSum:
 
     def add(self, state: Any, k: tf.Tensor, gradient: Gradient) -> Any:
         return state[0].write(k, gradient.values), state[1].write(k, gradient.indices)
+
+    def skip(self, state: Any, k: tf.Tensor) -> Any:
+        """TensorFlow strings no list together in which one is missing."""
+        values, indices = self.dtypes
+        return state[0].write(k, tf.zeros([0, *self.shape[1:]], values)), state[1].write(k, tf.zeros([0], indices))
 
     def finished(self, state: Any) -> Gradient:
         shape = tf.constant(self.shape.as_list(), tf.int64)

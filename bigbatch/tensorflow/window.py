@@ -130,7 +130,7 @@ class WindowGraph:
 
             if self.weight is None:
                 return count(self.micro)
-            return self.counted(scale, count, lambda: (losses, dict(states)))
+            return self.counted(scale, count, lambda: (losses, {p: one.skip(states[p], k) for p, one in sums.items()}))
 
         def start() -> tuple[Any, ...]:
             return tf.zeros(scales.shape[1:], WEIGHT), {p: one.start() for p, one in sums.items()}

@@ -113,19 +113,8 @@ class Collection:
             self._has_new = True
 
     def part(self) -> None:
-        """Gives every gradient memory of its own.
-
-        Gradients that are views of one tensor are left in the same memory by torch (2.13), as with `a + b.view(-1)` or
-        `stack([a, b]) + c`, and what is then added to one, or multiplied, would be so in the others too: in those of
-        parameters that the optimizer does not hold, and in whatever a backward pass of the user's returned.
-        """
-        if self._are_views():
-            return
-        for p in self.parameters:
-            if (g := p.grad) is not None and type(g) is Tensor and g.layout in LAYOUTS:
-                num = num_users(g._values()) - 1 if g.is_sparse else num_users(g)  # _values() is a user itself
-                if num > ALONE:
-                    p.grad = g.clone()
+        if not self._are_views():
+            part(self.parameters)
 
     def _shorten(self) -> None:
         """Keeps sparse gradients from growing with the number of micro-batches.
@@ -144,6 +133,20 @@ class Collection:
         if self._watched is not None:
             gradient = self._watched.grad
             self._seen = (gradient, 0 if gradient is None else gradient._version)
+
+
+def part(parameters: Sequence[Tensor]) -> None:
+    """Gives every gradient memory of its own.
+
+    Gradients that are views of one tensor are left in the same memory by torch (2.13), as with `a + b.view(-1)` or
+    `stack([a, b]) + c`, and what is then added to one, or multiplied, would be so in the others too: in those of
+    parameters that the optimizer does not hold, and in whatever a backward pass of the user's returned.
+    """
+    for p in parameters:
+        if (g := p.grad) is not None and type(g) is Tensor and g.layout in LAYOUTS:
+            num = num_users(g._values()) - 1 if g.is_sparse else num_users(g)  # _values() is a user itself
+            if num > ALONE:
+                p.grad = g.clone()
 
 
 def grads_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:

@@ -162,6 +162,31 @@ def masked_rows() -> Any:
     return keras.Sequential([layers.Input((None, 16)), layers.Masking(), layers.Dense(5)])
 
 
+def masked_and_regularized() -> Any:
+    return keras.Sequential(
+        [
+            layers.Input((None, 16)), layers.Masking(),
+            layers.Dense(8, activation="tanh", activity_regularizer="l2"), layers.Dense(5),
+        ]
+    )  # fmt: skip
+
+
+class Stacked(layers.Layer):
+    """On torch the gradients of its weights are parts of one tensor."""
+
+    def build(self, shape: Any) -> None:
+        self.positions = self.add_weight(shape=(1, 2, shape[-1]), name="positions")
+        self.a, self.b = (self.add_weight(shape=(shape[-1],), name=name) for name in "ab")
+
+    def call(self, x: Any) -> Any:
+        positions, a, b = map(ops.convert_to_tensor, (self.positions, self.a, self.b))
+        return ops.tanh(ops.matmul(x, ops.transpose(ops.stack([a, b]) + ops.squeeze(positions, 0))))
+
+
+def stacked() -> Any:
+    return keras.Sequential([layers.Input((64,)), Stacked(), layers.Dense(10)])
+
+
 def embedding() -> Any:
     return keras.Sequential([layers.Input((60,)), layers.Embedding(128, 12, mask_zero=True), layers.Dense(128)])
 
@@ -307,6 +332,8 @@ CASES = [
     Case("masked rows, no metrics", masked_rows, rows, entropy(None)),
     Case("masked rows, weighted", masked_rows, weighted_rows, entropy(weighted=("accuracy",))),
     Case("masked rows, divided by weight", masked_rows, weighted_rows, entropy(reduction="mean_with_sample_weight")),
+    Case("masked rows, regularized", masked_and_regularized, rows, entropy(None), adds_losses=True),
+    Case("weights in a stack", stacked, images(), entropy()),
     Case("masked text", embedding, masked_text, entropy(), **TINY),
     Case("text with ignored tokens", language, text, entropy(ignore_class=IGNORED), **TINY),
     Case("two outputs, one masked", two_outputs, both, two_losses),

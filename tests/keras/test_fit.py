@@ -84,6 +84,34 @@ def test_train_on_batch():
         assert {name: pytest.approx(float(value), rel=1e-5) for name, value in plain.items()} == ours
 
 
+@pytest.mark.parametrize("kind", ["sample_weight", "class_weight"])
+def test_train_on_batch_with_weights(kind):
+    x, y = batches()[0]
+    weights = {"sample_weight": np.linspace(0, 2, len(x)), "class_weight": {i: i / 4 for i in range(10)}}[kind]
+    ours, plain = compiled(metrics=None), compiled(None, metrics=None)
+    for _ in range(2):
+        logs = [model.train_on_batch(x, y, **{kind: weights}, return_dict=True) for model in (ours, plain)]
+        assert float(logs[0]["loss"]) == pytest.approx(float(logs[1]["loss"]), rel=1e-5)
+    for now, then in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(now, then, rtol=1e-4, atol=1e-6)
+
+
+def test_inputs_whose_axes_do_not_match():
+    a, b = keras.Input((2,), name="a"), keras.Input((2,), name="b")
+    model = keras.Model({"a": a, "b": b}, layers.Dense(1)(layers.concatenate([a, b])))
+    accumulate(model, 2).compile(keras.optimizers.SGD(0.1), "mse")
+
+    def feed(num):
+        return {"a": np.ones((4, 2), "float32"), "b": np.ones((num, 2), "float32")}, np.ones((4, 1), "float32")
+
+    model.train_on_batch(*feed(4))
+    before = [np.array(value) for value in model.get_weights()]
+    with pytest.raises(Exception, match=r"samples but|another number of samples|incompatible|must"):
+        model.train_on_batch(*feed(8))
+    for now, then in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("nums", [(5, 11), (11, 5), (11, 1), (6, 3)])
 def test_a_batch_whose_axes_do_not_match(nums, is_first):

@@ -212,6 +212,32 @@ def test_embeddings_equal_a_dense_full_batch(way: str, rows: int) -> None:
     np.testing.assert_array_equal(ours.embed.embeddings.numpy()[unused], start[unused])
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("rows", [9, 12_000])
+@pytest.mark.usefixtures("float64")
+def test_a_micro_batch_that_counts_nothing(rows: int, compiled: bool) -> None:
+    """The second of four has no words that count, and its mean would be 0/0."""
+    ids, _ = tokens(rows)
+    mask = np.ones(len(ids))
+    mask[3:6] = 0
+    mask[7] = 0
+
+    def masked(model: Any, batch: Any) -> Any:
+        words, counts = batch
+        return tf.reduce_sum(tf.reduce_sum(model(words) ** 2, 1) * counts) / tf.reduce_sum(counts)
+
+    full, ours = embedding(rows), embedding(rows)
+    with tf.GradientTape() as tape:
+        value = masked(full, (ids, mask))
+    (found,) = tape.gradient(value, full.trainable_variables)
+    keras.optimizers.SGD(0.05).apply([tf.convert_to_tensor(found)], full.trainable_variables)
+    weight = lambda batch: tf.reduce_sum(batch[1])  # noqa: E731
+    accumulator = Accumulator(ours, keras.optimizers.SGD(0.05), masked, 3, weight=weight, jit_compile=compiled)
+    step = accumulator.step((ids, mask))
+    assert step.loss == pytest.approx(float(value), rel=1e-12)
+    assert_same(ours, full)
+
+
 @pytest.mark.parametrize("kind", ["Adam", "momentum", "clipnorm", "scaled"])
 @pytest.mark.usefixtures("float64")
 def test_sparse_rows_that_only_some_steps_use(kind: str) -> None:
