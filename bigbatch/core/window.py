@@ -1,10 +1,11 @@
 """A stream of micro-batches becomes windows; a batch size becomes cuts."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, pairwise
 from typing import Any, Generic, TypeVar, overload
 
-from .errors import OptionError
+from .errors import BatchError, OptionError
+from .weight import is_number
 
 T = TypeVar("T")
 AccumulationSteps = int | Callable[[int], int]
@@ -69,6 +70,18 @@ class windows(Generic[T]):  # noqa: N801 - reads as the function that it stands 
         if callable(self._accumulation_steps):
             raise TypeError("windows of a varying number of micro-batches have no length")
         return -(-len(self.iterable) // self._accumulation_steps)  # type: ignore[arg-type]
+
+
+def check_lists(batch: Any, num_samples: int) -> None:
+    """With micro-batches of one, a list of numbers, which is not cut, would be broadcast without a word."""
+    if type(batch) is list and len(batch) == num_samples > 1 and all(map(is_number, batch)):
+        raise BatchError(
+            f"a list of {num_samples} numbers goes whole to every micro-batch, and there are as many samples: pass an "
+            "array if it is part of the batch, or a tuple if it is not"
+        )
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    for part in parts:
+        check_lists(part, num_samples)
 
 
 def stream_of(data: Any) -> Any:

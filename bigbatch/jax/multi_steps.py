@@ -201,6 +201,8 @@ def _value_with(window: MultiStepsState, weight: jax.Array, value: Any, reductio
     """The mean loss of the window with one more micro-batch; with reduction "sum" the sum."""
     if value is None:
         return window.value
+    if not (is_number(value) or isinstance(value, jax.Array | np.ndarray | np.generic)):
+        raise LossError(f"value is {value!r}: pass the micro-batch's mean loss, a scalar")
     if jnp.shape(value):
         raise LossError(f"value has the shape {jnp.shape(value)}: pass the micro-batch's mean loss, a scalar")
     added = window.value + value
@@ -224,7 +226,7 @@ def _steps_at(accumulation_steps: Steps, step: jax.Array) -> Any:
     if not callable(accumulation_steps):
         return accumulation_steps
     steps = accumulation_steps(step)
-    return positive("accumulation_steps(step)", steps) if is_number(steps) else steps
+    return steps if isinstance(steps, jax.Array | np.ndarray) else positive("accumulation_steps(step)", steps)
 
 
 def _weight_of(weight: Any, reduction: Reduction) -> jax.Array:

@@ -97,6 +97,8 @@ def way_of(name: str, leaf: Any, more: Any, word: str, size: int) -> str:
         return word
     if has_rows:
         return "concatenate"
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise OptionError(f"{name} is a key of one micro-batch, of which nothing is made for the whole: leave it out")
     if leaf.dtype == bool:
         raise OptionError(
             f"{name} is true or false for each micro-batch, and nobody knows what that makes of the whole: return a "

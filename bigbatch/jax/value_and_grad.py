@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.errors import BatchError, OptionError
 from ..core.weight import Reduction, check_reduction
-from ..core.window import positive
+from ..core.window import check_lists, positive
 from .arguments import Arrays, Form, as_numbers, is_traced, num_rows, take_apart
 from .keys import Rng, for_samples
 from .mesh import (
@@ -93,6 +93,7 @@ def value_and_grad(
         check_parameters(parameters)
         if micro_batch_size == 1 and batch_argnums is None:
             check_kept_whole(arrays)
+            check_lists(args, num_rows(arrays))
         placement, inside = None, given
         if current_mesh().manual_axes:
             inside = axes_inside(parameters, arrays.rows) if given is None else given

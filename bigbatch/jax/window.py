@@ -190,7 +190,7 @@ class Run:
         found = self.window.loss(*args, **kwargs)
         try:
             found = jax.tree.map(jnp.asarray, found)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise LossError(
                 f"the loss returned {found!r}: return numbers alone, as arrays or as Python has them"
             ) from error

@@ -9,7 +9,7 @@ import tensorflow as tf
 from ..core.errors import BatchError, OptionError, OrderError
 from ..core.step import Step
 from ..core.weight import Reduction, check_reduction
-from ..core.window import AccumulationSteps, Window, positive
+from ..core.window import AccumulationSteps, Window, check_lists, positive
 from . import checks, nest, replicas
 from .checks import WEIGHT
 from .gradients import Gradient
@@ -111,6 +111,8 @@ class Accumulator(tf.Module):
         if self.micro_batch_size is None:
             raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
         layout, tensors = self._spread(batch)
+        if self.micro_batch_size == 1:
+            check_lists(batch, nest.batch_size(layout))
         self._build(layout, tensors)
         with checks.telling():
             found = self._compiled(("batch", self.micro_batch_size), self._on_batch, layout, tensors)(*tensors)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..core.errors import BatchError
-from ..core.window import Window, cuts, shares
+from ..core.window import Window, check_lists, cuts, shares
 
 
 def map_tensors(change: Callable[[Tensor], Any], nest: Any) -> Any:
@@ -147,7 +147,10 @@ def _refuse_arrays(batch: Any, name: str, size: int) -> None:
 
 def cut(batch: Any, micro_batch_size: int) -> tuple[list[Any], list[int]]:
     """The micro-batches, as views where torch has them, and their sizes."""
-    num_full, rest = divmod(batch_size(batch), micro_batch_size)
+    size = batch_size(batch)
+    if micro_batch_size == 1:
+        check_lists(batch, size)
+    num_full, rest = divmod(size, micro_batch_size)
     sizes = [micro_batch_size] * num_full + [rest] * (rest > 0)
     rows = list(zip(*[_pieces(tensor, sizes) for tensor in tensors(batch)], strict=True))
     if is_row(batch):

@@ -41,6 +41,8 @@ def call(compiled: bool, loss: Any = loss, batch: Any = BATCH, params: Any = Non
         ({"weight": lambda b: jnp.array(1j)}, WeightError, "array of complex"),
         ({"weight": lambda b: np.array([3.0, -1.0])}, WeightError, "is -1.0"),
         ({"weight": lambda b: -1}, WeightError, "is -1"),
+        ({"loss": lambda p, b: (loss(p, b), {"a": "b"}), "has_aux": True}, LossError, "return numbers alone"),
+        ({"loss": lambda p, b: (loss(p, b), jax.random.key(0)), "has_aux": True}, OptionError, "a key of one micro-b"),
         ({"accumulate_dtype": "nonsense"}, OptionError, "'nonsense' is no dtype"),
         ({"accumulate_dtype": jnp.bfloat16}, OptionError, "bfloat16 is narrower than float32"),
         ({"loss": lambda p, b: ()}, LossError, "0 terms"),
@@ -114,3 +116,26 @@ def test_gradients_that_are_whole_numbers(compiled: bool) -> None:
     for gradient, weight in (([1, 2], 1), ([2, 3], 2)):
         updates, state = update({"w": np.array(gradient)}, state, params, weight=weight)
     np.testing.assert_allclose(updates["w"], [-5 / 3, -8 / 3], rtol=1e-12)
+
+
+def test_a_list_beside_micro_batches_of_one() -> None:
+    """It would be broadcast without a word."""
+
+    def listed(params: Any, batch: Any) -> jax.Array:
+        return loss(params, (batch[0], jnp.asarray(batch[1])))
+
+    x, y = BATCH
+    with pytest.raises(BatchError, match="a list of 11 numbers goes whole to every micro-batch"):
+        value_and_grad(listed, 1)(make_params(), (x, y.tolist()))
+    assert value_and_grad(lambda p, b: loss(p, b[:2]), 1)(make_params(), (x, y, [0.5, 0.7]))[0] > 0
+
+
+def test_what_multi_steps_is_given() -> None:
+    params = make_params()
+    for options, extra, error, message in (
+        ({"accumulation_steps": lambda step: None}, {}, OptionError, r"accumulation_steps\(step\)"),
+        ({"accumulation_steps": 2}, {"value": "low"}, LossError, "value is 'low'"),
+    ):
+        optimizer = multi_steps(optax.sgd(0.1), **options)
+        with pytest.raises(error, match=message):
+            optimizer.update(params, optimizer.init(params), params, weight=3, **extra)

@@ -179,8 +179,8 @@ class Stacked(layers.Layer):
         self.a, self.b = (self.add_weight(shape=(shape[-1],), name=name) for name in "ab")
 
     def call(self, x: Any) -> Any:
-        positions, a, b = map(ops.convert_to_tensor, (self.positions, self.a, self.b))
-        return ops.tanh(ops.matmul(x, ops.transpose(ops.stack([a, b]) + ops.squeeze(positions, 0))))
+        tokens = ops.concatenate([ops.reshape(self.a, (1, -1)), ops.reshape(self.b, (1, -1))])
+        return ops.tanh(ops.matmul(x, ops.transpose(tokens + ops.squeeze(self.positions, 0))))
 
 
 def stacked() -> Any:

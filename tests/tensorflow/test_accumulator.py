@@ -557,6 +557,15 @@ def test_bad_weights_in_a_graph_of_the_users_are_told_when_it_runs() -> None:
     assert_exact_step(accumulator)
 
 
+def test_a_list_beside_micro_batches_of_one_is_refused() -> None:
+    """It would be broadcast without a word."""
+    accumulator = make(1)
+    before = snapshot(accumulator)
+    with pytest.raises(BatchError, match="a list of 11 numbers goes whole to every micro-batch"):
+        accumulator.step((*make_batch(), [0.5] * 11))
+    assert_untouched(accumulator, before)
+
+
 def test_step_in_an_open_window_is_refused() -> None:
     accumulator = make(accumulation_steps=3)
     add(accumulator, make_batch())

@@ -399,6 +399,15 @@ def test_a_dict_whose_items_are_its_attributes():
         assert part.y is part["x"]
 
 
+def test_a_list_beside_micro_batches_of_one_is_refused():
+    """It would be broadcast without a word; with larger ones, the loss sees shapes that do not fit."""
+    for labels in ([0.5] * 7, {"y": [1] * 7}):
+        with pytest.raises(BatchError, match="a list of 7 numbers goes whole to every micro-batch"):
+            cut((X, labels), 1)
+        assert len(cut((X, labels), 2)[0]) == 4
+    assert len(cut((X, (0.5,) * 7, [0.5, 0.7]), 1)[0]) == 7
+
+
 def test_packed_sequences_are_refused():
     packed = pack_sequence([X[:, 0]])  # as many rows as times
     with pytest.raises(BatchError, match=r"batch\['x'\] is a PackedSequence of 7 times"):
