@@ -101,14 +101,12 @@ class Collection:
         self.watch()
 
     def _look(self) -> None:
-        """Sees to gradients that were not there before: those that were have been added to where they are."""
-        is_new = any(map(operator.is_not, held := grads_of(self.parameters), self._held))
-        if is_new:
-            self.part()
+        """Sees to gradients that were not there before: dense ones that were have been added to where they are."""
+        held = grads_of(self.parameters)
+        if self._has_sparse or any(map(operator.is_not, held, self._held)):
             self._has_sparse = any(g is not None and g.is_sparse for g in held)
-        if self._has_sparse:
+            self.part()
             self._shorten()
-        if is_new or self._has_sparse:
             self._held = grads_of(self.parameters)
             self._has_new = True
 
