@@ -201,7 +201,7 @@ def _value_with(window: MultiStepsState, weight: jax.Array, value: Any, reductio
     """The mean loss of the window with one more micro-batch; with reduction "sum" the sum."""
     if value is None:
         return window.value
-    if not (is_number(value) or isinstance(value, jax.Array | np.ndarray | np.generic)):
+    if not _is_array(value):
         raise LossError(f"value is {value!r}: pass the micro-batch's mean loss, a scalar")
     if jnp.shape(value):
         raise LossError(f"value has the shape {jnp.shape(value)}: pass the micro-batch's mean loss, a scalar")
@@ -280,9 +280,11 @@ def _is_complex(dtype: Any) -> bool:
 
 def _are_numbers(tree: Any) -> bool:
     """Whether a compiled function can take all of it; not so a `value_fn`."""
-    return all(
-        isinstance(leaf, jax.Array | np.ndarray | np.generic) or is_number(leaf) for leaf in jax.tree.leaves(tree)
-    )
+    return all(_is_array(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic) or is_number(leaf)
 
 
 def _is_finite(tree: Any) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 
 from ..core.errors import OptionError
+from .arguments import is_typed_key
 
 WAYS = ("auto", "concatenate", "sum", "mean")
 
@@ -97,7 +98,7 @@ def way_of(name: str, leaf: Any, more: Any, word: str, size: int) -> str:
         return word
     if has_rows:
         return "concatenate"
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_typed_key(leaf):
         raise OptionError(f"{name} is a key of one micro-batch, of which nothing is made for the whole: leave it out")
     if leaf.dtype == bool:
         raise OptionError(
