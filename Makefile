@@ -2,37 +2,48 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable
-ALL := '.[torch,tensorflow,keras,jax,cli]'
+EXTRAS := '.[torch,tensorflow,keras,jax,cli]'
 WORKERS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1
-PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+RESULTS := build/tests
+SUITES := test-tensorflow test-cli test-jax test-keras-tensorflow test-torch test-crash test-ranks test-docs \
+  test-keras-jax test-tasks test-keras-torch test-core
+PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest $(if $(ALL),--all) $(PYTEST_ARGS)
 RANKS := $(ONE_THREAD) $(BIN)/torchrun --standalone
 ON_FOUR_RANKS := not views and not small and not verify
 export TF_CPP_MIN_LOG_LEVEL := 3
 
-.PHONY: demo test check format bench bench-gpu exactness soak pictures clean
+.PHONY: demo test test-all $(SUITES) check format bench bench-gpu exactness soak pictures clean
 
 demo: .venv/demo
 	$(BIN)/bigbatch train digits
 
-# Frameworks fight in one process, so each is tested in its own.
+# Frameworks fight in one process, so each suite is a process of its own, and as many as WORKERS run at a time.
+# BUDGET=1 fails if it takes longer than 12 minutes.
 test: .venv/test
-	$(PYTEST) tests/core
-	$(PYTEST) tests/torch
-	$(RANKS) --nproc-per-node 2 -m pytest -q -x tests/ranks
-	$(RANKS) --nproc-per-node 4 -m pytest -q -x tests/ranks -k "$(ON_FOUR_RANKS)"
-	$(PYTEST) tests/tensorflow
-	$(PYTEST) tests/jax
-	KERAS_BACKEND=tensorflow $(PYTEST) tests/keras
-	KERAS_BACKEND=jax $(PYTEST) tests/keras
-	KERAS_BACKEND=torch $(PYTEST) tests/keras
-	$(PYTEST) tests/tasks/test_torch.py
-	$(PYTEST) tests/tasks/test_tensorflow.py
-	$(PYTEST) tests/tasks/test_keras.py
-	$(PYTEST) tests/tasks/test_jax.py
-	$(PYTEST) tests/cli
-	$(BIN)/python -m pytest tests/crash
-	$(PYTEST) tests/docs
+	@rm -rf $(RESULTS) && mkdir -p $(RESULTS) && touch $(RESULTS)/start
+	@$(MAKE) --no-print-directory --keep-going --jobs $(WORKERS) --output-sync=target $(SUITES); code=$$?; \
+	  $(BIN)/python -m tests.summary $(RESULTS) $(if $(BUDGET),--budget 720) && exit $$code
+
+# What a release needs: all combinations, kills, four ranks, many examples.
+test-all: .venv/test
+	@$(MAKE) --no-print-directory test ALL=1 BUDGET=
+
+test-core test-torch test-tensorflow test-jax test-cli test-crash test-docs: test-%: .venv/test
+	$(PYTEST) tests/$* --junitxml $(RESULTS)/$*.xml
+
+test-keras-tensorflow test-keras-jax test-keras-torch: test-keras-%: .venv/test
+	KERAS_BACKEND=$* $(PYTEST) tests/keras --junitxml $(RESULTS)/keras-$*.xml
+
+test-tasks: .venv/test
+	$(PYTEST) tests/tasks/test_torch.py --junitxml $(RESULTS)/tasks-torch.xml
+	$(PYTEST) tests/tasks/test_tensorflow.py --junitxml $(RESULTS)/tasks-tensorflow.xml
+	$(PYTEST) tests/tasks/test_keras.py --junitxml $(RESULTS)/tasks-keras.xml
+	$(PYTEST) tests/tasks/test_jax.py --junitxml $(RESULTS)/tasks-jax.xml
+
+test-ranks: .venv/test
+	$(RANKS) --nproc-per-node 2 -m pytest $(if $(ALL),--all) -q -x tests/ranks $(PYTEST_ARGS) --junitxml '$(RESULTS)/ranks-$$RANK-of-2.xml'
+	$(if $(ALL),$(RANKS) --nproc-per-node 4 -m pytest --all -q -x tests/ranks -k "$(ON_FOUR_RANKS)" $(PYTEST_ARGS) --junitxml '$(RESULTS)/ranks-$$RANK-of-4.xml')
 
 check: .venv/check
 	$(BIN)/ruff check .
@@ -88,15 +99,15 @@ pictures: .venv/test
 	touch $@
 
 .venv/test: .venv/pip pyproject.toml
-	$(INSTALL) $(ALL) --group test
+	$(INSTALL) $(EXTRAS) --group test
 	touch $@ .venv/demo
 
 .venv/check: .venv/test
-	$(INSTALL) $(ALL) --group check --group test
+	$(INSTALL) $(EXTRAS) --group check --group test
 	touch $@
 
 .venv/bench: .venv/test
-	$(INSTALL) $(ALL) --group bench --group test
+	$(INSTALL) $(EXTRAS) --group bench --group test
 	touch $@
 
 clean:

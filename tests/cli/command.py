@@ -1,13 +1,17 @@
-"""The installed command, run as a process, on tasks that are written for a test."""
+"""The command line, run in a process, on tasks that are written for a test."""
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from .zygote import zygote
+
 BIGBATCH = Path(sys.executable).parent / "bigbatch"
+CACHE = Path(__file__).parents[2] / ".pytest_cache" / "jax"
 TINY = """
 import torch
 from torch.nn.functional import cross_entropy
@@ -42,14 +46,39 @@ defaults = {{"batch_size": 16, "micro_batch_size": 3, "epochs": 3, "lr": 0.05}}
 """
 
 
-def run(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs `bigbatch …` to its end."""
+def run(*arguments: Any, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs `bigbatch …` to its end, in a process that is forked with its framework imported."""
+    command = list(map(str, arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "stdout", Path(folder) / "stderr"
+        code = zygote(framework_of_command(command)).run(
+            arguments=command, folder=str(cwd or Path.cwd()), environment=environment(), out=str(out), err=str(err)
+        )
+        return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
+
+
+def run_fresh(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs the installed command `bigbatch …` as a user's shell does."""
     command = [str(BIGBATCH), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(), **options)
 
 
+def framework_of_command(command: list[str]) -> str:
+    """Whose zygote runs it; torch's for commands that are refused before they need a framework."""
+    if "--framework" in command:
+        found = command[command.index("--framework") + 1]
+    else:
+        files = [Path(argument) for argument in command if argument.endswith(".py")]
+        text = files[0].read_text(encoding="utf-8") if files and files[0].exists() else ""
+        found = next((name for name in ("tensorflow", "keras", "jax") if f"import {name}\n" in text), "torch")
+    return {"keras": "tensorflow", "caffe": "torch"}.get(found, found)
+
+
 def environment() -> dict[str, str]:
-    return {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+    known = {"TF_CPP_MIN_LOG_LEVEL": "3", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+    # most of the time on JAX goes into compiling the same operations in every process
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(CACHE), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return {**os.environ, **known, **cache}
 
 
 def write_task(folder: Path, code: str = "", name: str = "tiny", dropout: float = 0.0) -> Path:

@@ -78,6 +78,7 @@ return [...document.querySelectorAll('figure > svg')].map(svg => {
 """
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_plot_is_seen_and_nothing_scrolls_sideways(browser, pages, kind, width):

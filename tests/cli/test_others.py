@@ -10,11 +10,11 @@ import pytest
 
 import bigbatch
 
-from .command import BIGBATCH, history_of, run, train, write_task
+from .command import BIGBATCH, history_of, run, run_fresh, train, write_task
 
 
 def test_version() -> None:
-    assert run("--version").stdout == f"bigbatch {bigbatch.__version__}\n"
+    assert run_fresh("--version").stdout == f"bigbatch {bigbatch.__version__}\n"
     command = [sys.executable, "-m", "bigbatch", "--version"]
     assert subprocess.run(command, capture_output=True, text=True).stdout == f"bigbatch {bigbatch.__version__}\n"
 
@@ -55,7 +55,13 @@ def test_verify_says_why_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("framework", "name"), [("torch", "text"), ("tensorflow", "digits"), ("keras", "text"), ("jax", "text")]
+    ("framework", "name"),
+    [
+        ("torch", "text"),
+        ("tensorflow", "digits"),
+        pytest.param("keras", "text", marks=pytest.mark.slow),
+        pytest.param("jax", "text", marks=pytest.mark.slow),
+    ],
 )
 def test_built_in_tasks(framework: str, name: str, tmp_path: Path) -> None:
     """Equal weights after a few steps of accumulated and full batch."""
@@ -67,9 +73,12 @@ def test_built_in_tasks(framework: str, name: str, tmp_path: Path) -> None:
     assert [step["is_applied"] for step in history_of(tmp_path / name)] == [True] * 3
 
 
-@pytest.mark.parametrize("framework", ["tensorflow", "keras", "jax"])
+@pytest.mark.parametrize("framework", ["tensorflow", "keras", pytest.param("jax", marks=pytest.mark.slow)])
 def test_resuming_gives_the_history_of_an_undisturbed_run(framework: str, tmp_path: Path) -> None:
-    """Six batches are an epoch of digits: stopped in the first, gone on into the second. For torch: test_train.py."""
+    """Six batches are an epoch of digits: stopped in the first, gone on into the second.
+
+    For torch see test_train.py, for JAX test_jax.py.
+    """
     options = ["--framework", framework, "--no-compare"]
     train("digits", tmp_path / "whole", *options, "--steps", 8)
     train("digits", tmp_path / "parts", *options, "--steps", 4)
@@ -79,7 +88,7 @@ def test_resuming_gives_the_history_of_an_undisturbed_run(framework: str, tmp_pa
     assert history_of(tmp_path / "parts") == history_of(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras", "jax"])
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras", pytest.param("jax", marks=pytest.mark.slow)])
 def test_batch_norm_is_named(framework: str) -> None:
     done = run("verify", "digits-batchnorm", "--framework", framework, "--json")
     assert done.returncode == 1, done.stderr

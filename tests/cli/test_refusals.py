@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .command import BIGBATCH, environment, run, write_task
+from .command import BIGBATCH, environment, run, run_fresh, write_task
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *texts: str, code: int = 2) -> None:
@@ -152,7 +152,7 @@ def test_a_spent_disk(tmp_path: Path) -> None:
     def little_space() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 
-    done = run("train", write_task(tmp_path), "--out", tmp_path / "run", preexec_fn=little_space)
+    done = run_fresh("train", write_task(tmp_path), "--out", tmp_path / "run", preexec_fn=little_space)
     assert_refused(done, "File too large", code=4)
     assert not list((tmp_path / "run").glob("*.part"))
     assert not (tmp_path / "run" / "summary.json").exists()

@@ -23,6 +23,7 @@ from bigbatch import BigBatchWarning, MissingExtraError, OptionError, StateError
 from bigbatch.core.checkpoint import ARRAYS, MANIFEST, STATE, Store, manifest_of, signed
 from bigbatch.core.every import Every
 from bigbatch.core.tree import from_bytes, packed, to_bytes, to_json, to_safetensors
+from tests.examples import examples
 
 FILES = (MANIFEST, STATE, ARRAYS, "history.jsonl")
 
@@ -495,7 +496,7 @@ def same(one: Any, other: Any) -> bool:
     return one == other or one != one
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(TREES)
 def test_any_tree_comes_back_as_it_was(tree: Any) -> None:
     assert same(from_bytes(to_bytes(tree)), tree)

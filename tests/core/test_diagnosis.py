@@ -6,8 +6,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bigbatch.core.diagnosis import Mix, explain_loop, explain_loss, is_clipped, unmix, whole_times
+from tests.examples import examples
 
-stable = settings(derandomize=True, database=None, deadline=None, max_examples=60)
+stable = settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))
 
 WEIGHTS = (16, 11, 16, 5)
 

@@ -19,8 +19,9 @@ from bigbatch.core.weight import (
     totals,
     weighted,
 )
+from tests.examples import examples
 
-stable = settings(derandomize=True, database=None, deadline=None)
+stable = settings(max_examples=examples(100), derandomize=True, database=None, deadline=None)
 
 WHOLE = st.integers(0, 10_000)
 WEIGHTS = st.one_of(st.just(0), WHOLE, st.floats(1e-3, 1e6))

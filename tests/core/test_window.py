@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from bigbatch import BigBatchError, OptionError, Window, windows
 from bigbatch.core.window import cuts, shares
+from tests.examples import examples
 
-stable = settings(derandomize=True, database=None, deadline=None)
+stable = settings(max_examples=examples(100), derandomize=True, database=None, deadline=None)
 
 
 def grouped(stream, accumulation_steps, **options):

@@ -7,26 +7,26 @@ import subprocess
 
 import pytest
 
+from tests.cli.command import run, run_fresh
+
 from .comparison import differences, newest
-from .process import ROOT, num_lines, start
+from .process import ROOT, num_lines
 
 TASK = ROOT / "tests/crash/tasks/torch_task.py"
 
 
-def train(folder, *arguments, **options):
+def train(*arguments, preexec_fn=None):
     """Runs to its end; returns the exit code and what was said."""
-    log = folder / "log.txt"
-    log.unlink(missing_ok=True)
-    given = ["--seed", 7, "--schedule", "constant", *arguments]
-    code = start(["train", TASK, *given], log, **options).wait(300)
-    return code, " ".join(log.read_text().split())
+    given = ["train", TASK, "--seed", 7, "--schedule", "constant", *arguments]
+    done = run_fresh(*given, preexec_fn=preexec_fn) if preexec_fn else run(*given)
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run of 12 steps."""
     folder = tmp_path_factory.mktemp("whole")
-    assert train(folder, "--out", folder / "run", "--steps", 12)[0] == 0
+    assert train("--out", folder / "run", "--steps", 12)[0] == 0
     return folder / "run"
 
 
@@ -36,7 +36,7 @@ def half(tmp_path_factory):
     folder = tmp_path_factory.mktemp("half")
     for steps in (3, 6):
         where = "--resume" if (folder / "run").exists() else "--out"
-        code, told = train(folder, where, folder / "run", "--steps", steps)
+        code, told = train(where, folder / "run", "--steps", steps)
         assert code == 0, told
     assert len(list((folder / "run" / "checkpoints").glob("0*"))) == 2
     return folder / "run"
@@ -61,14 +61,14 @@ def test_a_full_disk_leaves_the_checkpoints_before(half, whole, tmp_path):
     size = (out / "checkpoints").joinpath("000002", "state.json").stat().st_size // 2
     assert num_lines(out / "history.jsonl") == 6
     assert size > 3 * (out / "history.jsonl").stat().st_size
-    code, told = train(tmp_path, "--resume", out, "--steps", 12, "--checkpoint-every", 2, preexec_fn=limited(size))
+    code, told = train("--resume", out, "--steps", 12, "--checkpoint-every", 2, preexec_fn=limited(size))
     assert code == 4, told
     assert "Traceback" not in told
     assert "File too large" in told
     assert "the ones before are untouched" in told  # of those that were due on the way
     assert {path: path.read_bytes() for path in (out / "checkpoints").glob("0*/*")} == before
     assert not list((out / "checkpoints").glob("*.part"))
-    assert train(tmp_path, "--resume", out, "--steps", 12)[0] == 0
+    assert train("--resume", out, "--steps", 12)[0] == 0
     assert differences(whole, out) == []
 
 
@@ -86,7 +86,7 @@ def test_a_folder_that_cannot_be_written_to(half, tmp_path):
         pytest.skip("this machine has no way to keep root from writing to a folder")
     try:
         before = sorted(path.name for path in out.iterdir())
-        code, told = train(tmp_path, "--resume", out, "--steps", 12)
+        code, told = train("--resume", out, "--steps", 12)
         assert code == 4, told
         assert "Traceback" not in told
         assert "see that the folder can be written to" in told
@@ -102,7 +102,7 @@ def test_checkpoints_that_are_a_file(tmp_path):
     """What nobody can write to, root neither."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("mine")
-    code, told = train(tmp_path, "--out", tmp_path / "run", "--steps", 2)
+    code, told = train("--out", tmp_path / "run", "--steps", 2)
     assert code == 2, told
     assert "holds a run already" in told
     assert (tmp_path / "run" / "checkpoints").read_text() == "mine"
@@ -125,7 +125,7 @@ DAMAGE = {
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(kind, half, whole, tmp_path):
     out = copied(half, tmp_path)
     DAMAGE[kind](out / "checkpoints" / "000002")
-    code, told = train(tmp_path, "--resume", out, "--steps", 12)
+    code, told = train("--resume", out, "--steps", 12)
     assert code == 0, told
     assert f"{out / 'checkpoints' / '000002'} is damaged" in told
     assert f"going on from {out / 'checkpoints' / '000001'}" in told
@@ -137,7 +137,7 @@ def test_no_checkpoint_is_whole(half, tmp_path):
     for name in ("000001", "000002"):
         flip(out / "checkpoints" / name / "state.json")
     history = (out / "history.jsonl").read_bytes()
-    code, told = train(tmp_path, "--resume", out, "--steps", 12)
+    code, told = train("--resume", out, "--steps", 12)
     assert code == 2, told
     assert "no checkpoint in" in told
     assert (out / "history.jsonl").read_bytes() == history
@@ -148,7 +148,7 @@ def test_the_history_comes_from_the_checkpoint(half, whole, tmp_path):
     out = copied(half, tmp_path)
     (out / "history.jsonl").write_text("somebody else's\n" * 9)
     (out / "times.jsonl").write_text('{"step": 0, "seconds": 0.1}\n{"step": 1, "sec')
-    assert train(tmp_path, "--resume", out, "--steps", 12)[0] == 0
+    assert train("--resume", out, "--steps", 12)[0] == 0
     assert differences(whole, out) == []
     assert num_lines(out / "times.jsonl") == 12
     assert newest(out).step == 12

@@ -13,7 +13,13 @@ def soak(*arguments):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=1200)
 
 
-@pytest.mark.parametrize(("framework", "kills"), [("torch", 15), ("tensorflow", 5), ("jax", 5)])
+ALL = [
+    pytest.param(framework, kills, marks=pytest.mark.slow)
+    for framework, kills in (("torch", 15), ("tensorflow", 5), ("jax", 5))
+]
+
+
+@pytest.mark.parametrize(("framework", "kills"), [("torch", 6), *ALL])
 def test_killed_runs_end_bitwise_as_if_nothing_had_been(framework, kills, tmp_path):
     report = tmp_path / "soak.md"
     done = soak("--kills", kills, "--framework", framework, "--report", report)

@@ -52,6 +52,7 @@ def test_tensorflow_digits() -> None:
     assert "11 micro-batches" in output  # 1500 = 3 x 384 + 348: a short window with a short micro-batch
 
 
+@pytest.mark.slow
 def test_tensorflow_mirrored() -> None:
     output = run("tensorflow_mirrored.py")
     assert float(re.search(r"held-out digits: ([\d.]+)%", output)[1]) > 95
@@ -60,9 +61,10 @@ def test_tensorflow_mirrored() -> None:
 
 
 JAX = ["jax_optax.py", "jax_nnx.py", "jax_linen.py", "jax_equinox.py"]
+slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", JAX)
+@pytest.mark.parametrize("name", ["jax_optax.py", "jax_linen.py", *(pytest.param(JAX[k], marks=slow) for k in (1, 3))])
 def test_jax(name: str) -> None:
     output = run(name, "-W", "error")
     assert float(re.search(r"held-out digits: ([\d.]+)%", output)[1]) > 95
@@ -117,7 +119,7 @@ def gap(ours: list[np.ndarray], full: list[np.ndarray]) -> float:
     return max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(ours, full, strict=True))
 
 
-@pytest.mark.parametrize("name", JAX)
+@pytest.mark.parametrize("name", ["jax_optax.py", *(pytest.param(name, marks=slow) for name in JAX[1:])])
 def test_jax_trains_as_the_full_batch_does(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each epoch's loss is the full batch's to the last digit shown, the weights to rounding; a mean of means fails."""
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
@@ -136,6 +138,7 @@ def processes_of(session: int) -> list[str]:
     return [line for line in listed.splitlines() if line.split()[0] == str(session)]
 
 
+@pytest.mark.slow
 def test_torch_ray() -> None:
     """Two workers with uneven data end with the weights of one process, and no process of Ray's is left."""
     command = [sys.executable, str(FOLDER / "torch_ray.py")]

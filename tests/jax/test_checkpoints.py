@@ -1,6 +1,6 @@
 """A loop over pytrees that is stopped anywhere and taken up again ends as if nothing had happened."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -88,11 +88,12 @@ class Loop:
         return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(own, theirs, strict=True))
 
 
+@pytest.mark.parametrize("stops", [(5,), pytest.param(range(TOTAL + 1), marks=pytest.mark.slow)], ids=["5", "all"])
 @pytest.mark.parametrize("is_fed", [False, True])
-def test_stopped_anywhere(is_fed: bool, tmp_path: Path) -> None:
+def test_stopped_anywhere(is_fed: bool, stops: Sequence[int], tmp_path: Path) -> None:
     """Also in the middle of a window of multi_steps."""
     whole = Loop(tmp_path / "whole", is_fed).run()
-    for stop in range(0, TOTAL + 1, 1 if is_fed else 3):
+    for stop in stops:
         Loop(tmp_path / f"{stop}", is_fed).run(stop)
         assert Loop(tmp_path / f"{stop}", is_fed).run().ends_as(whole), f"stopped after {stop} batches"
 

@@ -16,6 +16,7 @@ from .training import LOSSES, WEIGHTS, assert_equal, full_batch, gap, language, 
 PROBLEMS = pytest.mark.parametrize("problem", problems(), ids=lambda problem: problem.name)
 
 
+@pytest.mark.each_value
 @PROBLEMS
 @pytest.mark.parametrize("wrapped", [jax.jit, lambda f: f], ids=["jit", "plain"])
 def test_problems(problem, wrapped):
@@ -38,6 +39,7 @@ def test_a_mean_of_means_is_not(problem):
         assert_equal(equal(params, batch), full_batch(problem, params, batch))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", [7, 50, 64])
 @pytest.mark.parametrize("micro", ["1", "2", "3", "n - 1", "n", "2 * n"])
 def test_sizes(size, micro):

@@ -247,6 +247,7 @@ def test_injected_hyperparameters() -> None:
     assert_same(fed(outer, params, batches[0])[0], train_full(optax.adam(0.1), params, batches[:1]), params)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_flushed", [False, True])
 @pytest.mark.parametrize(
     "inner",

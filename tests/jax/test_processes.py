@@ -15,7 +15,7 @@ def free_port():
         return one.getsockname()[1]
 
 
-@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize("kind", ["explicit", pytest.param("auto", marks=pytest.mark.slow)])
 def test_two_processes_with_uneven_data(kind):
     address = f"127.0.0.1:{free_port()}"
     processes = [

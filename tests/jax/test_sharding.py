@@ -74,6 +74,7 @@ def padded_tokens(*lengths, multiple):
     return {**batch, "y": np.where(is_real[:, None] == 1, batch["y"], -100)}
 
 
+@pytest.mark.each_value
 @KINDS
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("wrapped", [jax.jit, lambda f: f], ids=["jit", "plain"])
@@ -89,6 +90,7 @@ def test_tokens(name, kind, wrapped):
     assert_equal(ours(*placed), right)
 
 
+@pytest.mark.each_value
 @KINDS
 @pytest.mark.parametrize("name", MESHES)
 def test_one_reduction_outside_of_the_loop(name, kind):
@@ -321,6 +323,7 @@ def test_a_loss_with_a_loop_of_its_own(kind):
 # --- inside of a shard_map of the user's -----------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @KINDS
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(kind, check_vma):

@@ -4,7 +4,6 @@ A plain reference in NumPy and float64 goes along, and only learns at the end of
 many as BIGBATCH_EXAMPLES says.
 """
 
-import os
 from typing import Any
 
 import jax
@@ -18,12 +17,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from bigbatch import BigBatchError
 from bigbatch.jax import multi_steps
+from tests.examples import examples
 
 STEPS, RATE = 3, 0.1
 OPTIMIZER = multi_steps(optax.sgd(RATE), STEPS)
 UPDATE, FLUSH = jax.jit(OPTIMIZER.update), jax.jit(OPTIMIZER.flush)
 few = settings(
-    max_examples=int(os.environ.get("BIGBATCH_EXAMPLES", "20")),
+    max_examples=examples(20),
     stateful_step_count=20,
     derandomize=True,
     database=None,

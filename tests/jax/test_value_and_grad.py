@@ -197,6 +197,7 @@ def dropout_by_sample(params, batch, keys):
     return samples_loss(params, {**batch, "x": batch["x"] * keep})
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 5, 12, 13])
 def test_keys_by_sample_make_dropout_exact(make_key, micro_batch_size):

@@ -26,7 +26,13 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in NAMES], ids=repr)
+MORE = ("regularizers", "sample_weight, divided by it", "two outputs, one masked")  # alike, one step further
+CHOSEN = [
+    pytest.param(case, marks=pytest.mark.slow) if case.name in MORE else case for case in CASES if case.name in NAMES
+]
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=repr)
 @pytest.mark.usefixtures("float64")
 def test_the_same_as_on_one_device(case: Case) -> None:
     """53 samples are 27 and 26, the last 11 are 6 and 5."""
@@ -43,7 +49,13 @@ def test_the_same_as_on_one_device(case: Case) -> None:
 SPLITS = {"16 + 16": 32, "11 + 11": 22, "9 + 8": 17, "2 + 1": 3, "1 + 0": 1}
 
 
-@pytest.mark.parametrize("last", SPLITS.values(), ids=SPLITS.keys())
+@pytest.mark.parametrize(
+    "last",
+    [
+        pytest.param(last, id=name, marks=[] if name in ("9 + 8", "1 + 0") else pytest.mark.slow)
+        for name, last in SPLITS.items()
+    ],
+)
 @pytest.mark.usefixtures("float64")
 def test_unequal_and_empty_replicas(last: int) -> None:
     def data():

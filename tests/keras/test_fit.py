@@ -112,6 +112,7 @@ def test_inputs_whose_axes_do_not_match():
         np.testing.assert_array_equal(now, then)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("nums", [(5, 11), (11, 5), (11, 1), (6, 3)])
 def test_a_batch_whose_axes_do_not_match(nums, is_first):

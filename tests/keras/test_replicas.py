@@ -15,9 +15,10 @@ from .cases import CASES, gap
 ROOT = Path(__file__).parents[2]
 
 
-def test_mirrored() -> None:
+def test_mirrored(request: pytest.FixtureRequest) -> None:
     """The devices have to be set up before anything runs, so in a process of its own."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/keras/replica_suite.py"]
+    command += ["--all"] if request.config.getoption("--all") else []
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
@@ -32,6 +33,7 @@ def free_ports(num: int) -> list[int]:
     return ports
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_two_workers(tmp_path: Path) -> None:
     """Two real processes; both end with the weights and the history of plain fit in one."""

@@ -32,6 +32,7 @@ def gradients(task, **options):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("task", [digits, text])
 @pytest.mark.parametrize("micro_batch_size", [1, 8])
 def test_accumulation_is_exact(task, micro_batch_size):
@@ -105,14 +106,16 @@ def train(task, seed, epochs=None):
     return task.evaluate(params)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_digits_are_learnt(seed):
     assert train(digits, seed)["accuracy"] >= 0.97
 
 
+@pytest.mark.slow
 def test_digits_are_learnt_with_batch_norm():
     assert train(digits_batchnorm, 0)["accuracy"] >= 0.97
 
 
+@pytest.mark.slow
 def test_text_is_learnt():
     assert train(text, 0, epochs=1)["bits_per_byte"] < 4.5

@@ -1,6 +1,7 @@
 """A loop that is stopped anywhere and taken up again ends as if nothing had happened."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,12 @@ class Loop:
         return is_same and self.history.to_lines() == other.history.to_lines()
 
 
+@pytest.mark.parametrize("stops", [(5,), pytest.param(range(1, TOTAL + 1), marks=pytest.mark.slow)], ids=["5", "all"])
 @pytest.mark.parametrize("kind", ["", "scaled", "added", "dataset"])
-def test_stopped_anywhere(kind: str, tmp_path: Path) -> None:
+def test_stopped_anywhere(kind: str, stops: Sequence[int], tmp_path: Path) -> None:
     """Also in the middle of a window that is added to, and with a dataset that shuffles anew in every epoch."""
     whole = Loop(tmp_path / "whole", kind).run()
-    for stop in range(1, TOTAL + 1, 1 if kind == "added" else 3):
+    for stop in stops:
         Loop(tmp_path / f"{stop}", kind).run(stop)
         assert Loop(tmp_path / f"{stop}", kind).run().ends_as(whole), f"stopped after {stop} batches"
 

@@ -70,11 +70,13 @@ def assert_equals_the_full_batch(
     return ours
 
 
+@pytest.mark.each_value
 @each_way(PROBLEMS)
 def test_one_sgd_step_equals_the_full_batch(problem: Problem, way: str) -> None:
     assert_equals_the_full_batch(problem, way)
 
 
+@pytest.mark.each_value
 @each_way([problem for problem in PROBLEMS if not problem.name.startswith("micro-batch size")])
 def test_three_epochs_of_adam_with_a_schedule_and_clipping(problem: Problem, way: str) -> None:
     assert_equals_the_full_batch(problem, way, adam, epochs=3, clip_norm=0.5)
@@ -103,6 +105,7 @@ def test_the_clipped_case_is_really_clipped() -> None:
 # --- eager, in a graph of the user's, compiled by XLA ----------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", ["batch", "window"])
 @hard_problems
 @pytest.mark.usefixtures("eagerly")
@@ -110,12 +113,14 @@ def test_eagerly(problem: Problem, way: str) -> None:
     assert_equals_the_full_batch(problem, way, adam, epochs=2)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", ["batch", "window"])
 @hard_problems
 def test_compiled_by_xla(problem: Problem, way: str) -> None:
     assert_equals_the_full_batch(problem, way, adam, epochs=2, jit_compile=True)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("flush", ["in a graph", "in eager code"])
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["plain", "xla"])
 @pytest.mark.parametrize("problem", HARD[:2], ids=name)

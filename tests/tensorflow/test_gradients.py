@@ -93,6 +93,7 @@ class Branches(keras.Model):
         return out + self.sometimes(x) if asks else out
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make_optimizer", [adamw, momentum])
 @pytest.mark.usefixtures("float64")
@@ -319,6 +320,7 @@ def test_a_large_table_and_a_batch_that_counts_nothing(jit_compile: bool) -> Non
     assert accumulator.step(tokens(12_000)).is_applied
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("rows", [9, 12_000])
 @pytest.mark.parametrize("way", ["batch", "window"])
@@ -409,6 +411,7 @@ class Wide(keras.optimizers.SGD):
         self.found[self._get_variable_index(variable)].assign(tf.cast(gradient, tf.float32))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("way", ["batch", "add"])
 @pytest.mark.parametrize(("size", "micro"), [(256, 4), (1003, 16)], ids=["equal", "uneven"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -49,6 +49,7 @@ def places_of_loops(accumulator: Accumulator) -> set[str]:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("make", [dense, convolutional, normalised])
 @pytest.mark.parametrize("sizes", [(12,), (13, 12, 3, 1, 4)], ids=["even", "ragged"])
 @pytest.mark.filterwarnings("ignore:.*BatchNormalization:bigbatch.BigBatchWarning")

@@ -101,6 +101,7 @@ def assert_same_update(ours: Any, full: Any, policy: str, tolerance: float) -> N
 EPS = {"mixed_float16": 2.0**-10, "mixed_bfloat16": 2.0**-7}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", EPS)
 def test_the_update_is_that_of_the_full_batch_in_the_same_precision(policy: str, way: str) -> None:

@@ -81,6 +81,7 @@ def of_unknown_shape(loss: Any) -> Any:
 # --- weights and losses ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", ["in a graph", "eagerly"])
 @pytest.mark.parametrize("kind", ["batch", "window"])
 @pytest.mark.parametrize(
@@ -367,6 +368,7 @@ def test_sparse_gradients_that_do_not_fit(last: Any, is_known_before: bool, mess
     assert_nothing_left(accumulator)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["batch", "window"])
 @pytest.mark.parametrize(
     ("nums", "message"),
@@ -399,6 +401,7 @@ def test_an_empty_batch_on_several_replicas() -> None:
     assert_refused(accumulator, lambda: accumulator.step(make_batch(0)), BatchError, "tensor 0 has 0 samples")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("bad_replica", [0, 1])
 def test_a_bad_weight_on_one_replica_adds_nothing_on_any(bad_replica: int, in_graph: bool) -> None:

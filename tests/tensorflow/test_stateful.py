@@ -4,7 +4,6 @@ A plain reference in NumPy and float64 goes along, and only learns from whole ba
 many as BIGBATCH_EXAMPLES says.
 """
 
-import os
 from typing import Any
 
 import keras
@@ -17,10 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from bigbatch import BigBatchError, Window
 from bigbatch.tensorflow import Accumulator
+from tests.examples import examples
 
 STEPS, RATE, WIDTH = 3, 0.0625, 3
 few = settings(
-    max_examples=int(os.environ.get("BIGBATCH_EXAMPLES", "12")),
+    max_examples=examples(12),
     stateful_step_count=15,
     derandomize=True,
     database=None,

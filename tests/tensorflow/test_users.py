@@ -114,6 +114,7 @@ def test_an_error_leaves_nobody_locked_out() -> None:
     assert_exact_step(accumulator)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("next_call", ["add", "flush"])
 @pytest.mark.parametrize("changed_by", ["step", "window", "add", "the optimizer", "fit"])
 def test_a_window_whose_variables_another_changed_is_dropped(changed_by: str, next_call: str) -> None:

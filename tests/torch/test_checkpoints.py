@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +114,14 @@ def quiet() -> Any:
 KINDS = ["", "momentum", "nadam", "bf16", "fp16", "generator", "sampler", "batch sampler", "micro-batches"]
 
 
+EVERYWHERE = pytest.param(range(NUM_BATCHES + 1), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("stops", [(0, 5), EVERYWHERE], ids=["two", "all"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_stopped_anywhere(kind: str, tmp_path: Path) -> None:
+def test_stopped_anywhere(kind: str, stops: Sequence[int], tmp_path: Path) -> None:
     whole = Loop(tmp_path / "whole", kind).run()
-    for stop in range(NUM_BATCHES + 1):
+    for stop in stops:
         folder = tmp_path / f"{stop}"
         Loop(folder, kind).run(stop)
         assert Loop(folder, kind).run().ends_as(whole), f"stopped after {stop} batches"

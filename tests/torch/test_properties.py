@@ -20,9 +20,10 @@ from torch import nn
 
 from bigbatch import Step, Window, windows
 from bigbatch.torch import Accumulator
+from tests.examples import examples
 
 stable = settings(
-    max_examples=150,
+    max_examples=examples(150),
     derandomize=True,
     database=None,
     deadline=None,
@@ -325,6 +326,7 @@ def test_step_is_that_of_the_full_batch(way, problem):
     assert_full_batch(way, problem)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", [mean_of_means, divided_by_steps], ids=["mean of means", "divided by steps"])
 @pytest.mark.parametrize("term", [over_samples, over_weights, over_tokens], ids=lambda term: term.__name__)
 def test_the_property_catches_a_naive_loop(way, term):

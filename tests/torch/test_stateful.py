@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from bigbatch import BigBatchError, BigBatchWarning, Interrupted, NonFiniteError, OrderError, Step, Window
 from bigbatch.core.weight import as_terms
 from bigbatch.torch import Accumulator
+from tests.examples import examples
 
-NUM_EXAMPLES = int(os.environ.get("BIGBATCH_EXAMPLES", "100"))
 LIMIT = 1e-9
 MAX_SKIPPED = 2
 Part = tuple[Tensor, Tensor, Tensor]
@@ -454,7 +454,7 @@ def told(kind: type[Accumulator], num: int, phases: tuple[Phase, ...] = tuple(Ph
 
 
 def test_any_order_of_calls_is_right_or_refused() -> None:
-    told(Accumulator, NUM_EXAMPLES)
+    told(Accumulator, examples(100))
 
 
 class MeanOfMeans(Accumulator):

@@ -1,0 +1,103 @@
+"""A process that has a framework imported and forks a child for every `bigbatch …` it is asked to run.
+
+Importing is most of what a short command costs. A child is a process like any other (its own exit code, files,
+threads and end); only its imports are done already. Nothing of the framework was used before the fork, so there
+are no threads of it that a child could miss.
+"""
+
+import atexit
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+PRELOADED = {
+    "torch": ["torch", "torch._dynamo", "sklearn.datasets", "bigbatch.torch", "bigbatch.cli.torch_engine"],
+    "tensorflow": ["tensorflow", "keras", "sklearn.datasets", "bigbatch.tensorflow", "bigbatch.keras"],
+    "jax": ["jax", "optax", "flax.nnx", "sklearn.datasets", "bigbatch.jax", "bigbatch.cli.jax_engine"],
+}
+EVERYWHERE = ["bigbatch.cli.app", "bigbatch.cli.train", "bigbatch.cli.report", "matplotlib.pyplot", "safetensors.numpy"]
+
+
+class Zygote:
+    """The process, seen from a test: one request at a time."""
+
+    def __init__(self, framework: str, environment: dict[str, str]) -> None:
+        command = [sys.executable, "-m", "tests.cli.zygote", framework]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        atexit.register(self._process.kill)
+
+    def run(self, **request: Any) -> int:
+        """Runs a command to its end; returns its exit code, negative where a signal ended it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+
+@cache
+def zygote(framework: str, **environment: str) -> Zygote:
+    """The one of this framework: started when it is first asked for."""
+    return Zygote(framework, {**os.environ, **environment})
+
+
+def serve(framework: str) -> None:
+    """Forks for every request. Returns in each child, never in the parent."""
+    for name in [*EVERYWHERE, *PRELOADED[framework]]:
+        import_module(name)
+    gc.collect()
+    gc.freeze()  # so that no child copies the parent's memory by collecting garbage in it
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        with warnings.catch_warnings(action="ignore"):  # JAX warns of every fork
+            pid = os.fork()
+        if not pid:
+            answers.close()
+            prepare(**json.loads(line))
+            return
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answers, flush=True)
+    os._exit(0)
+
+
+def prepare(arguments: list[str], folder: str, environment: dict[str, str], out: str, err: str) -> None:
+    """Makes the child what `bigbatch …` would have started as."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for descriptor, path in enumerate([os.devnull, out, err]):
+        file = os.open(path, os.O_RDWR | os.O_CREAT)
+        os.dup2(file, descriptor)
+        os.close(file)
+    sys.argv = ["bigbatch", *arguments]
+    sys.path[0] = os.path.dirname(sys.executable)  # that of the command's script
+
+
+def end(code: Any) -> None:
+    """As Python ends, without taking apart what the parent imported: that takes longer than the command."""
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
+    from bigbatch.cli import main
+
+    try:
+        main()
+    except SystemExit as wanted:
+        end(wanted.code)
+    end(None)

@@ -1,0 +1,386 @@
+"""Plants bugs in a copy of bigbatch, one line each, and shows which test catches each of them.
+
+    python -m tests.mutations --check           # only that every bug fits the code as it is
+    python -m tests.mutations                   # all of them: takes hours
+    python -m tests.mutations --only clip       # those with "clip" in their name
+    python -m tests.mutations --resume          # those that build/mutations.json does not have yet
+    python -m tests.mutations --table           # the table of what build/mutations.json has
+    python -m tests.mutations --baseline        # the suites without any bug: all of them must pass
+
+For each bug its suites (make targets) run until one of them fails. If none does, they run once more with ALL=1, as
+`make test-all` has them. A suite that takes longer than the limit counts as failed: the bug made it hang. All of this
+happens in a copy of the tree in a temporary folder; the tree itself is never changed.
+"""
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "build" / "mutations.json"
+OLD = 1_000_000_000  # 2001: no file of the copy is newer than .venv, so make installs nothing into it
+
+# name | file in bigbatch/ | suites that should catch it, the most likely first; then the change as in a diff
+MUTATIONS = r"""
+core: a micro-batch counts 1 instead of its weight | core/weight.py | test-core test-torch
+- return tuple(w / t if t else 0.0 for w, t in zip(weight, total, strict=True))
++ return tuple(1 / t if t else 0.0 for w, t in zip(weight, total, strict=True))
+core: the reference is the last weight instead of the first | core/weight.py | test-core test-torch
+- return scales(self.reference, total, self.reduction)
++ return scales(self.weights[-1], total, self.reduction)
+core: a fed window is divided by the number of micro-batches | core/weight.py | test-core test-torch
+- return scales(self.reference, total, self.reduction)
++ return scales(self.reference, tuple(r * len(self.weights) for r in self.reference), self.reduction)
+core: the 0/0 of an empty micro-batch enters the loss | core/weight.py | test-core test-torch
+- zip(term, scale_of_term, strict=True) if scale)
++ zip(term, scale_of_term, strict=True))
+core: one empty term makes the loss NaN | core/step.py | test-core test-torch
+- has_weight = self.reduction == "sum" or any(as_terms(self.weight))
++ has_weight = self.reduction == "sum" or all(as_terms(self.weight))
+core: the loss of an epoch weights sums instead of means | core/step.py | test-core
+- term * (1 if step.reduction == "sum" else weight)
++ term * (1 if step.reduction != "sum" else weight)
+core: the tail of a batch is dropped | core/window.py | test-core test-keras-torch
+- for start in range(0, batch_size, micro_batch_size)]
++ for start in range(0, batch_size - micro_batch_size + 1, micro_batch_size)]
+core: samples that do not divide evenly among ranks are dropped | core/window.py | test-core test-cli
+- ends = [-(-batch_size * rank // num_ranks) for rank in range(num_ranks + 1)]
++ ends = [batch_size // num_ranks * rank for rank in range(num_ranks + 1)]
+torch: every micro-batch has the weight of the first | torch/passes.py | test-torch
+- weight = passes[number][1]
++ weight = passes[0][1]
+torch: the weight of a bfloat16 loss is lost | torch/passes.py | test-torch
+- collection.in_units_of(scale)
++ collection.in_units_of(1.0)
+torch: an empty term runs backward and adds 0 * NaN | torch/precision.py | test-torch
+- if loss.requires_grad and (isinstance(scales[t], Tensor) or scales[t]):
++ if loss.requires_grad:
+torch: a fed window is not emptied after its step | torch/feeding.py | test-torch
+- window, self._open = self._open, None
++ window = self._open
+torch: gradients add up in the dtype of the parameter | torch/gradients.py | test-torch
+- return _promoted(parameter.dtype, self._dtype)
++ return parameter.dtype
+torch: a parameter without a gradient gets zeros | torch/collection.py | test-torch
+- [(p, g) for p, g in zip(self.parameters, self._held, strict=True) if g is not None]
++ [(p, torch.zeros_like(p) if g is None else g) for p, g in zip(self.parameters, self._held, strict=True)]
+torch: two gradients in the same memory are both added to | torch/collection.py | test-torch
+- if num > ALONE:
++ if num > ALONE + 1:
+torch: clipping scales small gradients up | torch/arithmetic.py | test-torch
+- scale(sums, min(clip_norm / (total_norm + 1e-6), 1.0))
++ scale(sums, clip_norm / (total_norm + 1e-6))
+torch: clipping comes before unscaling | torch/update.py | test-torch
+- self._precision.unscale(self.optimizer, sums)
++ pass
+torch: an infinite gradient passes the finite check | torch/update.py | test-torch
+- if not math.isfinite(norm):
++ if math.isnan(norm):
+torch: the schedule steps on a skipped step | torch/update.py | test-torch
+- if self.scheduler is not None and outcome is not None and outcome.is_applied():
++ if self.scheduler is not None and outcome is not None:
+torch: a saved window loses the unit of its sums | torch/window.py | test-torch
+- sums.unit = unit
++ sums.unit = 1.0
+ranks: the world size is 1 | torch/replicas.py | test-ranks
+- self.divisor = float(self.size)
++ self.divisor = 1.0
+ranks: the total weight is not reduced | torch/agreement.py | test-ranks
+- tuple(int(t) if t.is_integer() else t for t in rest[:num]),
++ tuple(int(t) if t.is_integer() else t for t in map(float, share.total or rest[:num])),
+ranks: the gradient of a fed window is not reduced | torch/feeding.py | test-ranks
+- if agreement.has_weight(self.reduction) and self._replicas.is_shared:
++ if agreement.has_weight(self.reduction) and self._replicas.is_sharded:
+ranks: each rank clips its own gradient before the reduction | torch/feeding.py | test-ranks
+- self._replicas.complete(
++ arithmetic.clip(sums, arithmetic.norm(sums), self.clip_norm, None); self._replicas.complete(
+ranks: the loss is that of one rank | torch/replicas.py | test-ranks
+- work = dist.all_reduce(sums, group=self.group, async_op=True)
++ work = dist.all_reduce(sums.clone(), group=self.group, async_op=True)
+ranks: the norm is that of one shard | torch/shards.py | test-ranks
+- return float(total.full_tensor())
++ return float(total.to_local())
+tensorflow: a micro-batch counts 1 instead of its weight | tensorflow/window.py | test-tensorflow
+- tf.math.divide_no_nan(weights, totals)
++ tf.math.divide_no_nan(tf.ones_like(weights), totals)
+tensorflow: the tail of a batch is dropped | tensorflow/loop.py | test-tensorflow
+- num = -(-num_samples(tensors) // micro_batch_size)
++ num = num_samples(tensors) // micro_batch_size
+tensorflow: a fed window is divided by the number of micro-batches | tensorflow/open_window.py | test-tensorflow
+- inverse = tf.math.divide_no_nan(tf.ones([], WEIGHT), weight)
++ inverse = tf.ones([], WEIGHT) / tf.cast(self.sums.count, WEIGHT)
+tensorflow: gradients are not zeroed between windows | tensorflow/sums.py | test-tensorflow
+- for v in (*self.gradients, self.weight, self.losses):
++ for v in (self.weight, self.losses):
+tensorflow: gradients add up in float16 | tensorflow/gradients.py | test-tensorflow
+- return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
++ return dtype
+tensorflow: the norm is that of the scaled loss | tensorflow/update.py | test-tensorflow
+- norm = gradients.norm(found) / unit
++ norm = gradients.norm(found)
+tensorflow: a gradient that is not finite is applied | tensorflow/update.py | test-tensorflow
+- has_weight & (is_finite | is_scaling),
++ has_weight,
+tensorflow: replicas all count the same | tensorflow/window.py | test-tensorflow
+- gradients.scaled(sums, totals[0]), [losses
++ gradients.scaled(sums, tf.ones_like(totals[0])), [losses
+tensorflow: the totals of terms are not reduced over replicas | tensorflow/window.py | test-tensorflow
+- totals = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, totals)
++ totals = tf.identity(totals)
+tensorflow: the optimizer adds the reduced gradient up again | tensorflow/optimizer.py | test-tensorflow
+- inner._all_reduce_sum_gradients = list
++ inner._all_reduce_sum_gradients = inner._all_reduce_sum_gradients
+jax: the tail counts as much as a full micro-batch | jax/window.py | test-jax
+- count = weights[0] if weights else size / self.size
++ count = weights[0] if weights else 1
+jax: gradients add up in the dtype of the parameter | jax/window.py | test-jax
+- dtype = self.window.accumulate_dtype or jnp.promote_types(parameter.dtype, jnp.float32)
++ dtype = self.window.accumulate_dtype or parameter.dtype
+jax: loss and weight are not reduced over devices | jax/window.py | test-jax
+- *(lax.psum(sums[1:], self.axes) if self.axes else sums[1:]))
++ *sums[1:])
+jax: the number of devices is 1 | jax/window.py | test-jax
+- num_devices = lax.axis_size(self.axes) if self.axes else 1
++ num_devices = 1
+jax: every micro-batch draws the same random numbers | jax/keys.py | test-jax
+- key = jax.random.fold_in(key, number)
++ key = jax.random.fold_in(key, 0)
+jax: multi_steps does not zero its sums between windows | jax/multi_steps.py | test-jax
+- lambda old: jnp.where(is_going_on, old, jnp.zeros_like(old)), (
++ lambda old: old, (
+jax: multi_steps divides by the number of micro-batches | jax/multi_steps.py | test-jax
+- divisor = _divisor(window.weight, reduction)
++ divisor = window.micro_step + 1
+jax: multi_steps applies a gradient that is not finite | jax/multi_steps.py | test-jax
+- is_applied &= _is_finite(gradient)
++ is_applied &= True
+keras: the weight of a mask is ignored | keras/loss.py | test-keras-tensorflow test-keras-jax test-keras-torch
+- loss = loss * (shares[i] if kind.is_counted else share)
++ loss = loss * share
+keras: a regularizer counts once for each micro-batch | keras/loss.py | test-keras-tensorflow test-keras-jax
+- added = share * sum(
++ added = sum(
+keras: the tail counts as a full micro-batch on TensorFlow | keras/tensorflow_step.py | test-keras-tensorflow
+- share = tf.cast(num, total.dtype) / total
++ share = tf.cast(self.micro_batch_size, total.dtype) / total
+keras: gradients are not reduced over replicas | keras/tensorflow_step.py | test-keras-tensorflow
+- gradients = replicas.add_up(gradients)
++ gradients = list(gradients)
+keras: JAX divides by the number of micro-batches | keras/jax_step.py | test-keras-jax
+- share = jnp.asarray(num_samples(micro_batch[0]) / size, dtype)
++ share = jnp.asarray(1 / -(-size // self.micro_batch_size), dtype)
+keras: torch does not zero gradients between steps | keras/torch_step.py | test-keras-torch
+- model.zero_grad()
+-         value, added, y_pred = self.accumulate(batch, size)
++ pass
++         value, added, y_pred = self.accumulate(batch, size)
+keras: the history on torch is a mean over steps, not samples | keras/torch_step.py | test-keras-torch
+- model._loss_tracker.update_state(value, sample_weight=size)
++ model._loss_tracker.update_state(value)
+checkpoint: a batch is trained on again after a resume | core/resume.py | test-torch test-jax test-crash
+- num_done = self.place
++ num_done = max(0, self.place - 1)
+checkpoint: Python's and NumPy's random numbers are not restored | core/resume.py | test-torch test-tensorflow
+- random.restore(found)
++ random.state()
+checkpoint: torch's random numbers are not restored | torch/checkpoints.py | test-torch test-crash
+- torch.set_rng_state(found["torch"])
++ torch.set_rng_state(torch.get_rng_state())
+checkpoint: the position of the schedule is not saved | torch/checkpoints.py | test-torch test-crash
+- if accumulator.scheduler is not None:
++ if callable(accumulator.scheduler):
+checkpoint: the shuffles of earlier epochs are not repeated | tensorflow/checkpoints.py | test-tensorflow test-crash
+- self._num_behind = self.epoch
++ self._num_behind = 0
+cli: a batch is left out after a resume | cli/batches.py | test-cli test-crash
+- num_done = self.place
++ num_done = self.place + (self.place > 0)
+cli: random numbers are not restored | cli/train.py | test-cli test-crash
+- randomness.restore(found.state["random"])
++ randomness.state()
+cli: the schedule begins anew after a resume | cli/train.py | test-cli test-crash
+- PLACE = ("num_steps", "num_samples", "num_applied", "seconds")
++ PLACE = ("num_steps", "num_samples", "seconds")
+cli: skipped steps advance the schedule | cli/train.py | test-cli
+- self.num_applied += step.is_applied
++ self.num_applied += 1
+cli: the loss of a JAX run is not weighted | cli/jax_engine.py | test-cli
+- jnp.where(w == 0, 0, term * w)
++ jnp.where(w == 0, 0, term)
+tasks: the last, smaller batch of an epoch is dropped | tasks/data.py | test-tasks test-cli
+- for start in range(0, len(order), batch_size)]
++ for start in range(0, len(order) - batch_size + 1, batch_size)]
+"""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One planted bug."""
+
+    name: str
+    path: str
+    suites: tuple[str, ...]
+    old: str
+    new: str
+
+    def applied(self, source: str) -> str:
+        """The source with the bug in it; raises ValueError if it does not fit."""
+        if (num := source.count(self.old)) != 1:
+            raise ValueError(f"{self.name}: the old text occurs {num} times in {self.path}, not once")
+        mutated = source.replace(self.old, self.new)
+        if sum(a != b for a, b in zip(source.split("\n"), mutated.split("\n"), strict=True)) != 1:
+            raise ValueError(f"{self.name}: it changes more or less than one line of {self.path}")
+        ast.parse(mutated)
+        return mutated
+
+
+def parsed(text: str) -> list[Mutation]:
+    found = []
+    for head, removed, added in re.findall(r"^([^-+\n].*)\n((?:- .*\n)+)((?:\+ .*\n)+)", text, re.MULTILINE):
+        name, path, suites = (part.strip() for part in head.split("|"))
+        old, new = ("\n".join(line[2:] for line in lines.splitlines()) for lines in (removed, added))
+        found.append(Mutation(name, f"bigbatch/{path}", tuple(suites.split()), old, new))
+    assert len({m.name for m in found}) == len(re.findall(r"^[^-+\n]", text, re.MULTILINE)), (
+        "one has no name of its own"
+    )
+    return found
+
+
+def copy_tree(folder: Path) -> None:
+    """The files that git has or would add, and the real .venv."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():  # else it is deleted but still in the index
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+            os.utime(folder / name, (OLD, OLD))
+    (folder / ".venv").symlink_to(ROOT / ".venv")
+    ask = [".venv/bin/python", "-P", "-c", "import bigbatch; print(bigbatch.__file__)"]
+    where = subprocess.run(ask, cwd=folder, env=environment(folder), check=True, capture_output=True, text=True).stdout
+    if not Path(where.strip()).is_relative_to(folder):
+        sys.exit(f"the tests would import {where.strip()} instead of the copy in {folder}")
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """The package is installed from the real tree; PYTHONPATH puts the copy before it, in subprocesses too."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    return {**plain, "PYTHONPATH": str(folder)}
+
+
+def failure(suite: str, folder: Path, limit: float, *, is_all: bool = False) -> str | None:
+    """The first test of a suite that fails, or "time-out"; None if all pass."""
+    shutil.rmtree(folder / ".hypothesis", ignore_errors=True)  # no examples that another bug left
+    command = ["make", suite, "PYTEST_ARGS=-x -q -rfE", *(["ALL=1"] if is_all else [])]
+    output = folder.parent / "output.txt"  # a file: a process that is left behind would keep a pipe open
+    with output.open("w") as file:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+        process = subprocess.Popen(command, cwd=folder, env=environment(folder), start_new_session=True, **streams)
+        try:
+            code = process.wait(limit * (4 if is_all else 1))
+        except subprocess.TimeoutExpired:
+            return "time-out"
+        finally:
+            end(process)
+    if not code:
+        return None
+    text = output.read_text(errors="replace")
+    named = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", text, re.MULTILINE)
+    return named[1] if named else f"exit code {code}: {(text.strip().splitlines() or [''])[-1][:100]}"
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends what is left of a suite. SIGTERM first: only torchrun knows the sessions of its workers, and ends them."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(60)
+
+
+def tried(mutation: Mutation, folder: Path, limit: float) -> dict[str, Any]:
+    """What became of one bug; afterwards the copy is as before."""
+    path = folder / mutation.path
+    source = path.read_text()
+    found: dict[str, Any] = {"old": mutation.old, "new": mutation.new, "test": None, "all": None}
+    began = time.monotonic()
+    path.write_text(mutation.applied(source))
+    try:
+        for kind, suite in [(kind, suite) for kind in ("test", "all") for suite in mutation.suites]:
+            if test := failure(suite, folder, limit, is_all=kind == "all"):
+                found[kind] = f"{suite}: {test}"
+                break
+    finally:
+        path.write_text(source)
+        os.utime(path, (OLD, OLD))
+    return found | {"seconds": round(time.monotonic() - began)}
+
+
+def table(mutations: list[Mutation], results: dict[str, Any]) -> str:
+    lines = ["| mutation | make test | make test-all | caught by |", "| --- | --- | --- | --- |"]
+    tried = [(m.name, results[m.name]["test"], results[m.name]["all"]) for m in mutations if m.name in results]
+    for name, quick, thorough in tried:
+        by = (quick or thorough or "").replace("|", "\\|")
+        lines.append(f"| {name} | {'caught' if quick else 'no'} | {'caught' if by else '**no**'} | {by} |")
+    nums = f"{sum(bool(q) for _, q, _ in tried)} | {sum(bool(q or t) for _, q, t in tried)}"
+    return "\n".join([*lines, f"| {len(tried)} of {len(mutations)} tried | {nums} | |"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Plants bugs and shows which tests catch them.")
+    for name in ("list", "check", "table", "resume", "baseline"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--only", default="", metavar="TEXT", help="those whose names contain it")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for a suite; four times that with ALL=1")
+    options = parser.parse_args()
+    mutations = [m for m in parsed(MUTATIONS) if options.only in m.name]
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if options.table:
+        print(table(mutations, results))
+        return 0
+    for mutation in mutations:
+        mutation.applied((ROOT / mutation.path).read_text())
+        if options.list:
+            print(f"{mutation.name} ({mutation.path}: {', '.join(mutation.suites)})")
+    if options.list or options.check:
+        print(f"{len(mutations)} mutations fit the code")
+        return 0
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary).resolve() / "tree"
+        folder.mkdir()
+        copy_tree(folder)
+        suites = sorted({suite for mutation in mutations for suite in mutation.suites})
+        asked = subprocess.run(["make", "-n", *suites], cwd=folder, env=environment(folder), capture_output=True)
+        # an unknown suite would look like one that fails, and one without commands like one that passes
+        if asked.returncode or b"Nothing to be done" in asked.stdout:
+            sys.exit(f"make cannot run all suites:\n{(asked.stdout + asked.stderr).decode()}")
+        if options.baseline:
+            failed = {suite: failure(suite, folder, options.limit) for suite in suites}
+            print("\n".join(f"{suite}: {test or 'passes'}" for suite, test in failed.items()))
+            return int(any(failed.values()))
+        for number, mutation in enumerate(mutations, 1):
+            before = results.get(mutation.name, {})
+            if options.resume and (before.get("old"), before.get("new")) == (mutation.old, mutation.new):
+                continue
+            found = results[mutation.name] = tried(mutation, folder, options.limit)
+            caught = found["test"] or (f"{found['all']} (ALL=1)" if found["all"] else "NOT CAUGHT")
+            print(f"{number:2}/{len(mutations)} {mutation.name}: {caught}, {found['seconds']} s", flush=True)
+            RESULTS.parent.mkdir(exist_ok=True)
+            RESULTS.write_text(json.dumps(results, indent=1))
+    print(table(mutations, results))
+    return int(not all(results[m.name]["test"] or results[m.name]["all"] for m in mutations))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

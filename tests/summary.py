@@ -1,0 +1,61 @@
+"""What a run of `make test` comes to: time by suite, the slowest tests, and what was skipped for want of something.
+
+python -m tests.summary build/tests --budget 720
+"""
+
+import argparse
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+UNAVOIDABLE = ("CUDA", "GPU", "needs torchrun")
+"""Reasons to skip that nobody can install away on a machine without a GPU."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="holds a JUnit file for each suite, and a file `start`")
+    parser.add_argument("--budget", type=float, help="fail above so many seconds")
+    given = parser.parse_args()
+    seconds = time.time() - (given.folder / "start").stat().st_mtime
+    suites = {path.stem: list(ElementTree.parse(path).iter("testcase")) for path in sorted(given.folder.glob("*.xml"))}
+    cases = [case for name, found in suites.items() if not name.startswith(OTHER_RANKS) for case in found]
+    print("\nsuite                 tests  seconds")
+    for name, found in suites.items():
+        print(f"{name:20} {len(found):6} {sum(map(duration, found)):8.0f}")
+    print("\nthe ten slowest tests")
+    for case in sorted(cases, key=duration, reverse=True)[:10]:
+        print(f"{duration(case):8.1f} s  {case.get('classname')}::{case.get('name')}")
+    if avoidable := skips(cases):
+        print("\nskipped, though this machine could run them")
+        for reason, num in avoidable.most_common():
+            print(f"{num:8}  {reason}")
+    failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    print(f"\ntotal: {int(seconds) // 60} min {seconds % 60:.0f} s")
+    print(f"{len(cases) - failed - skipped} passed, {failed} failed, {skipped} skipped")
+    if given.budget and seconds > given.budget:
+        print(f"that is more than the budget of {given.budget / 60:.0f} minutes", file=sys.stderr)
+        return 1
+    return 0
+
+
+OTHER_RANKS = tuple(f"ranks-{rank}" for rank in range(1, 10))
+"""The ranks run the same tests: the first one's are counted."""
+
+
+def duration(case: ElementTree.Element) -> float:
+    return float(case.get("time", 0))
+
+
+def skips(cases: list[ElementTree.Element]) -> Counter[str]:
+    """Reasons of skips that could be mended by installing something, and how often they occur."""
+    found = [case.find("skipped") for case in cases]
+    reasons = [skipped.get("message", "") for skipped in found if skipped is not None]
+    return Counter(reason for reason in reasons if not any(word in reason for word in UNAVOIDABLE))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
