@@ -9,6 +9,7 @@ Three markers say what the quick run leaves out:
 The quick run is always a part of the full one.
 """
 
+import gc
 import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Keeps the garbage collector from looking at what was imported again and again: up to a quarter of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 def asks_for_one(config: pytest.Config) -> bool:

@@ -37,6 +37,7 @@ def test_a_file_is_trained_as_with_the_full_batch(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_wrong_weight_shows(tmp_path: Path) -> None:
     """The negative control: every micro-batch counts the same, whatever its size."""
     summary = train(write(tmp_path, "\ndef weight(micro_batch):\n    return 1\n"), tmp_path / "run")
@@ -45,6 +46,7 @@ def test_a_wrong_weight_shows(tmp_path: Path) -> None:
     assert [step["weight"] for step in history_of(tmp_path / "run")][:4] == [6, 6, 6, 2]
 
 
+@pytest.mark.slow
 def test_several_terms_have_weights_of_their_own(tmp_path: Path) -> None:
     code = """
 entropy = loss
@@ -206,7 +208,9 @@ def evaluate(net):
 }
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    "library", ["flax.nnx", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flax.linen", "equinox"))]
+)
 def test_models_of_libraries(library: str, tmp_path: Path) -> None:
     summary = train(write(tmp_path, LIBRARIES[library], start=START), tmp_path / "run", "--steps", 4)
     assert summary["comparison"]["max_weight_difference"] < 1e-4
@@ -215,6 +219,7 @@ def test_models_of_libraries(library: str, tmp_path: Path) -> None:
     assert first != last
 
 
+@pytest.mark.slow
 def test_verify_says_that_dropout_is_random(tmp_path: Path) -> None:
     done = run("verify", write(tmp_path, DROPOUT), "--json")
     assert done.returncode == 0, done.stderr

@@ -57,8 +57,8 @@ def test_verify_says_why_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("framework", "name"),
     [
-        ("torch", "text"),
         ("tensorflow", "digits"),
+        pytest.param("torch", "text", marks=pytest.mark.slow),
         pytest.param("keras", "text", marks=pytest.mark.slow),
         pytest.param("jax", "text", marks=pytest.mark.slow),
     ],

@@ -79,6 +79,7 @@ def test_ranks_train_as_one_process_does_and_both_go_on_with_what_the_other_left
         assert [step[name] for step in ours] == pytest.approx([step[name] for step in theirs], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_comparison_with_the_full_batch(tmp_path: Path) -> None:
     command = [*TORCHRUN, "train", "digits", "--steps", "4", "--batch-size", "37", "--micro-batch-size", "8", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment())
@@ -111,6 +112,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.slow
 def test_stopped_and_killed_runs_go_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     task = write_task(tmp_path, SLOW, dropout=0.3)
     options = ["--no-compare", "--epochs", "5"]
@@ -184,6 +186,7 @@ def test_what_one_rank_says_ends_all(tmp_path: Path) -> None:
     assert "ValueError: my own mistake" in done.stderr
 
 
+@pytest.mark.slow
 def test_refusals_are_told_once(tmp_path: Path) -> None:
     task = write_task(tmp_path, SHARDED)
     (tmp_path / "of_tensorflow.py").write_text(OF_TENSORFLOW)

@@ -12,7 +12,12 @@ slow = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("framework", "num_steps"),
-    [("torch", 4000), pytest.param("tensorflow", 3000, marks=slow), pytest.param("jax", 4000, marks=slow)],
+    [
+        ("torch", 1500),
+        pytest.param("torch", 4000, marks=slow),
+        pytest.param("tensorflow", 3000, marks=slow),
+        pytest.param("jax", 4000, marks=slow),
+    ],
 )
 def test_memory_handles_and_threads_stay_as_they_are(framework: str, num_steps: int) -> None:
     command = [sys.executable, "-m", "tests.crash.steps", "--framework", framework, "--steps", str(num_steps)]

@@ -21,6 +21,22 @@ if keras.backend.backend() == "torch":
     torch.set_num_threads(1)  # small models: threads only wait for each other
 
 
+def pytest_configure(config):
+    """In the quick run graphs are not optimized: most are run a few times, and optimizing takes longer than that."""
+    if keras.backend.backend() == "tensorflow" and not config.getoption("--all"):
+        import tensorflow as tf
+
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+
+
+FIRST = "tensorflow"
+"""The backend on which the quick run has everything; on the others, what differs there."""
+
+
+def on_first(item):
+    return keras.backend.backend() == FIRST or not item.get_closest_marker("any_backend")
+
+
 @pytest.fixture
 def float64():
     """Everything in float64, so that what is left of a difference is rounding."""
@@ -40,8 +56,11 @@ def clean():
 THEIRS = ["ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"]  # Keras 3.15, NumPy 2
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:
         if "tests/keras/" in item.path.as_posix():
+            if not on_first(item):
+                item.add_marker(pytest.mark.slow)
             for warning in THEIRS:
                 item.add_marker(pytest.mark.filterwarnings(warning))

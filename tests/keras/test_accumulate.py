@@ -13,6 +13,7 @@ from bigbatch.keras import accumulate
 from .cases import BATCH_SIZE, Subclassed, compiled, entropy, fitted, gap, images, mlp, sgd
 
 
+@pytest.mark.any_backend
 def test_compile_may_come_before():
     plain = fitted(compiled(None), **images()(), batch_size=BATCH_SIZE)
     model = compiled(None)
@@ -32,6 +33,7 @@ def count_calls():
     return keras.Sequential([layers.Input((64,)), Noting(), layers.Dense(10)]), sizes
 
 
+@pytest.mark.any_backend
 def test_again_changes_the_size_and_none_takes_it_back():
     model, sizes = count_calls()
     model.compile(sgd(), **entropy()(), run_eagerly=True)

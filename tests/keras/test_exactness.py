@@ -89,6 +89,7 @@ def keras_accumulates(case: Case) -> tuple:
     return theirs.fit(None, optimizer=sgd(gradient_accumulation_steps=steps))
 
 
+@pytest.mark.any_backend
 @pytest.mark.parametrize("name", ["digits", "sample_weight, divided by it", "masked rows, no metrics"])
 @pytest.mark.usefixtures("float64")
 def test_keras_itself_fails_this(name: str) -> None:
@@ -96,6 +97,7 @@ def test_keras_itself_fails_this(name: str) -> None:
     assert gap(keras_accumulates(case), case.fit(None)) > 0.01
 
 
+@pytest.mark.any_backend
 @pytest.mark.usefixtures("float64")
 def test_keras_itself_passes_where_all_sizes_are_equal() -> None:
     case = next(case for case in CASES if case.name == "equal sizes")

@@ -66,6 +66,7 @@ def test_feeds(name):
     assert gap(fitted(compiled(), feed(), **options), plain) < 1e-5
 
 
+@pytest.mark.any_backend
 def test_fit_with_validation_and_evaluate():
     options = {**images()(), "batch_size": BATCH_SIZE, "validation_split": 0.2}
     ours, plain = fitted(compiled(), **options), fitted(compiled(None), **options)

@@ -16,6 +16,12 @@ tf.config.set_logical_device_configuration(
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """In the quick run graphs are not optimized: most are run once or twice, and optimizing takes longer than that."""
+    if not config.getoption("--all"):
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+
+
 @pytest.fixture
 def float64() -> Iterator[None]:
     """Everything in float64, so that what is left of a difference is rounding."""
@@ -32,3 +38,15 @@ def eagerly() -> Iterator[None]:
     tf.config.run_functions_eagerly(True)
     yield
     tf.config.run_functions_eagerly(False)
+
+
+EAGER = {"test_accumulator", "test_nonfinite", "test_optimizers", "test_refusals", "test_users"}
+"""Modules about what a step does and refuses, not about graphs; tracing a graph takes ten times as long as a step."""
+
+
+@pytest.fixture(autouse=True)
+def _eagerly_in_the_quick_run(request: pytest.FixtureRequest) -> None:
+    """With `--all` they are compiled, as users have it; tests with the marker `compiled` always are."""
+    is_quick = not request.config.getoption("--all") and request.module.__name__.rpartition(".")[2] in EAGER
+    if is_quick and not request.node.get_closest_marker("compiled"):
+        request.getfixturevalue("eagerly")

@@ -159,6 +159,7 @@ def test_weights_that_are_no_float32() -> None:
     assert make(100, weight=lambda batch: 0.1).step(make_batch()).weight == 0.1
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("way", ["batch", "window", "add"])
 def test_a_total_weight_of_zero_changes_nothing_and_says_so(way: str) -> None:
     optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
@@ -196,6 +197,7 @@ def test_add_steps_at_the_boundary_and_flush_steps_the_rest() -> None:
     assert accumulator.num_steps.numpy() == 2
 
 
+@pytest.mark.compiled
 def test_flush_with_nothing_open_is_nothing() -> None:
     accumulator = make(None, accumulation_steps=3)
     before = snapshot(accumulator)
@@ -210,6 +212,7 @@ def test_flush_with_nothing_open_is_nothing() -> None:
     assert accumulator.num_steps.numpy() == 1
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_accumulation_steps_may_ramp_up(in_graph: bool) -> None:
     accumulator = make(accumulation_steps=lambda step: step + 1)
@@ -285,6 +288,7 @@ def test_our_clipping_is_of_the_finished_gradient(way: str, limit: float) -> Non
 # --- graphs, and what a batch may be ---------------------------------------------------------------------------
 
 
+@pytest.mark.compiled
 def test_sizes_that_vary_make_no_new_graph() -> None:
     accumulator = make(16)
     seen = []
@@ -301,6 +305,7 @@ def test_sizes_that_vary_make_no_new_graph() -> None:
     assert len(seen) <= 2
 
 
+@pytest.mark.compiled
 def test_windows_of_any_length_make_one_graph() -> None:
     accumulator = make(None)
     for size in (53, 50, 17, 8, 3):
@@ -429,6 +434,7 @@ def test_ragged_and_sparse_inputs(kind: str, way: str) -> None:
 # --- what goes wrong -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -546,6 +552,7 @@ def test_gradients_in_another_order_are_refused_before_any_is_added() -> None:
     assert_exact_step(accumulator)
 
 
+@pytest.mark.compiled
 def test_bad_weights_in_a_graph_of_the_users_are_told_when_it_runs() -> None:
     accumulator = make(accumulation_steps=2)
     before = snapshot(accumulator)
@@ -610,6 +617,7 @@ def test_a_model_without_variables_cannot_be_added_to() -> None:
         accumulator.add([], weight=1)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_a_model_may_get_its_variables_before_its_first_gradient(in_graph: bool) -> None:
     model = keras.Sequential([keras.layers.Dense(3, kernel_initializer="ones")])
@@ -708,6 +716,7 @@ def test_another_loss_or_weight_between_steps(kind: str) -> None:
     assert step.weight == sum(float(counted(part)) for part in parts(make_batch()))
 
 
+@pytest.mark.compiled
 def test_freezing_and_unfreezing_in_turns_leaves_no_sums_and_no_graphs_behind() -> None:
     optimizer = keras.optimizers.SGD(0.1)
     accumulator, model = make(None, optimizer), make_model()

@@ -90,7 +90,7 @@ def test_stopped_anywhere(kind: str, stops: Sequence[int], tmp_path: Path) -> No
 def test_saved_by_hand_before_and_after_a_step(is_done: bool, tmp_path: Path) -> None:
     """Whether the batch in hand is done or not, no batch is done twice and none is left out."""
     whole = Loop(tmp_path / "whole").run()
-    for stop in (0, 3, 6):
+    for stop in (0, 5):
         loop = Loop(tmp_path / f"{stop}")
         for batch in loop.checkpoints.batches(loop.data, EPOCHS):
             if loop.checkpoints.num_batches < stop or is_done:

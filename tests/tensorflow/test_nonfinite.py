@@ -258,6 +258,7 @@ def in_a_graph(accumulator: Accumulator) -> Callable[[Any, Any], None]:
     return tf.function(lambda x, y: add(accumulator, (x, y), tf.shape(y)[0]), input_signature=signature)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("policy", ["raise", "stop"])
 def test_a_graph_of_the_users_can_only_skip(policy: Any) -> None:
     accumulator = make(None, accumulation_steps=3, on_nonfinite=policy)
@@ -270,6 +271,7 @@ def test_a_graph_of_the_users_can_only_skip(policy: Any) -> None:
     assert_exact_step(accumulator)
 
 
+@pytest.mark.compiled
 def test_too_many_in_a_row_end_a_graph_of_the_users_too() -> None:
     accumulator = make(None, accumulation_steps=1, max_skipped=3)
     feed = in_a_graph(accumulator)

@@ -104,16 +104,19 @@ def assert_equals_the_full_batch(library: Any, make_optimizer: Callable[[], Any]
         assert accumulator.optimizer.iterations.numpy() == len(ways)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", KERAS_3)
 def test_keras_3(name: str) -> None:
     assert_equals_the_full_batch(keras, KERAS_3[name], in_graph=name == "Adam")
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", TF_KERAS)
 def test_tf_keras(name: str) -> None:
     assert_equals_the_full_batch(tf_keras, TF_KERAS[name], in_graph="Adam" in name)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", TENSORFLOW_1)
 @pytest.mark.parametrize("library", [keras, tf_keras], ids=["keras", "tf_keras"])
 def test_tensorflow_1_in_eager_code(name: str, library: Any) -> None:
@@ -173,6 +176,7 @@ def test_accumulation_in_the_optimizer_is_refused() -> None:
             Accumulator(make_model(keras), wrapped, loss, 4)
 
 
+@pytest.mark.compiled
 def test_tensorflow_1_in_a_graph_is_refused() -> None:
     accumulator = Accumulator(make_model(keras), v1.AdamOptimizer(0.01), loss, accumulation_steps=3)
     for call in (lambda: add(accumulator, make_batch()), accumulator.flush):

@@ -81,6 +81,7 @@ def of_unknown_shape(loss: Any) -> Any:
 # --- weights and losses ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.compiled
 @pytest.mark.each_value
 @pytest.mark.parametrize("mode", ["in a graph", "eagerly"])
 @pytest.mark.parametrize("kind", ["batch", "window"])
@@ -286,6 +287,7 @@ def test_weights_and_losses_of_add(weight: Any, value: Any, error: type[BigBatch
     assert_refused(accumulator, lambda: accumulator.add(found, weight=weight, loss=value), error, message)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("weight", "value", "error", "message"),
     [
@@ -312,6 +314,7 @@ def test_weights_and_losses_of_add_in_a_graph(weight: Any, value: Any, error: ty
     assert_exact_step(accumulator)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("steps", "in_graph", "error", "message"),
     [
@@ -338,6 +341,7 @@ def slices(rows: list[int], width: int, num_rows: int | None = None) -> tf.Index
     return tf.IndexedSlices(values, tf.constant(rows), None if num_rows is None else tf.constant([num_rows, width]))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize(
     ("last", "is_known_before", "message"),
@@ -401,6 +405,7 @@ def test_an_empty_batch_on_several_replicas() -> None:
     assert_refused(accumulator, lambda: accumulator.step(make_batch(0)), BatchError, "tensor 0 has 0 samples")
 
 
+@pytest.mark.compiled
 @pytest.mark.each_value
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("bad_replica", [0, 1])
@@ -434,6 +439,7 @@ def test_a_bad_weight_on_one_replica_adds_nothing_on_any(bad_replica: int, in_gr
         assert_same(accumulator.model, model)
 
 
+@pytest.mark.compiled
 def test_step_inside_of_a_graph() -> None:
     accumulator = make()
     before = snapshot(accumulator)

@@ -114,6 +114,7 @@ def test_an_error_leaves_nobody_locked_out() -> None:
     assert_exact_step(accumulator)
 
 
+@pytest.mark.compiled
 @pytest.mark.each_value
 @pytest.mark.parametrize("next_call", ["add", "flush"])
 @pytest.mark.parametrize("changed_by", ["step", "window", "add", "the optimizer", "fit"])
