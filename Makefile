@@ -6,8 +6,8 @@ EXTRAS := '.[torch,tensorflow,keras,jax,cli]'
 WORKERS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1
 RESULTS := build/tests
-SUITES := test-tensorflow test-cli test-jax test-keras-tensorflow test-torch test-crash test-ranks test-docs \
-  test-keras-jax test-tasks test-keras-torch test-core
+SUITES := test-tensorflow test-cli test-jax test-keras-tensorflow test-crash test-tasks test-keras-jax test-docs \
+  test-torch test-ranks test-keras-torch test-core
 PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest $(if $(ALL),--all) $(PYTEST_ARGS)
 RANKS := $(ONE_THREAD) $(BIN)/torchrun --standalone
 ON_FOUR_RANKS := not views and not small and not verify
@@ -18,11 +18,12 @@ export TF_CPP_MIN_LOG_LEVEL := 3
 demo: .venv/demo
 	$(BIN)/bigbatch train digits
 
-# Frameworks fight in one process, so each suite is a process of its own, and as many as WORKERS run at a time.
+# Frameworks fight in one process, so each suite is a process of its own. One more than WORKERS run at a
+# time, since some tests wait for a moment rather than for a core.
 # BUDGET=1 fails if it takes longer than 12 minutes.
 test: .venv/test
 	@rm -rf $(RESULTS) && mkdir -p $(RESULTS) && touch $(RESULTS)/start
-	@$(MAKE) --no-print-directory --keep-going --jobs $(WORKERS) --output-sync=target $(SUITES); code=$$?; \
+	@$(MAKE) --no-print-directory --keep-going --jobs $$(($(WORKERS) + 1)) --output-sync=target $(SUITES); code=$$?; \
 	  $(BIN)/python -m tests.summary $(RESULTS) $(if $(BUDGET),--budget 720) && exit $$code
 
 # What a release needs: all combinations, kills, four ranks, many examples.
