@@ -627,6 +627,18 @@ def test_a_gradient_that_is_not_finite_is_kept_out_and_said(bad: float, one_at_a
     assert_exact_step(accumulator)
 
 
+def test_a_gradient_that_is_infinite_but_nowhere_nan_is_kept_out() -> None:
+    """Through most models an infinity becomes a NaN on its way; here it does not."""
+    model = nn.Linear(1, 1, bias=False)
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=1.0), lambda m, b: m(b).mean(), 2)
+    before = model.weight.detach().clone()
+    with pytest.warns(BigBatchWarning, match="step 1 was skipped: the gradient of weight is not finite"):
+        step = accumulator.step(torch.tensor([[1.0], [2.0], [torch.inf], [3.0], [4.0]]))
+    assert not step.is_applied
+    assert step.grad_norm == torch.inf
+    assert torch.equal(model.weight, before)
+
+
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e30), (torch.float64, 1e200)])
 def test_a_gradient_too_large_to_square_is_still_finite(dtype: torch.dtype, size: float) -> None:
     model = nn.Linear(1, 1, bias=False, dtype=dtype)
