@@ -10,10 +10,10 @@ SUITES := test-tensorflow test-cli test-jax test-keras-tensorflow test-crash tes
   test-torch test-ranks test-keras-torch test-core
 PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest $(if $(ALL),--all) $(PYTEST_ARGS)
 RANKS := $(ONE_THREAD) $(BIN)/torchrun --standalone
-ON_FOUR_RANKS := not views and not small and not verify
+ON_FOUR_RANKS := $(if $(ALL),not views and not small and not verify,test_windows)
 export TF_CPP_MIN_LOG_LEVEL := 3
 
-.PHONY: demo test test-all $(SUITES) check format bench bench-gpu exactness soak pictures clean
+.PHONY: demo test test-all $(SUITES) coverage check format bench bench-gpu exactness soak pictures clean
 
 demo: .venv/demo
 	$(BIN)/bigbatch train digits
@@ -44,7 +44,15 @@ test-tasks: .venv/test
 
 test-ranks: .venv/test
 	$(RANKS) --nproc-per-node 2 -m pytest $(if $(ALL),--all) -q -x tests/ranks $(PYTEST_ARGS) --junitxml '$(RESULTS)/ranks-$$RANK-of-2.xml'
-	$(if $(ALL),$(RANKS) --nproc-per-node 4 -m pytest --all -q -x tests/ranks -k "$(ON_FOUR_RANKS)" $(PYTEST_ARGS) --junitxml '$(RESULTS)/ranks-$$RANK-of-4.xml')
+	$(RANKS) --nproc-per-node 4 -m pytest $(if $(ALL),--all) -q -x tests/ranks -k "$(ON_FOUR_RANKS)" $(PYTEST_ARGS) --junitxml '$(RESULTS)/ranks-$$RANK-of-4.xml'
+
+# Branch coverage of make test; of make test-all with ALL=1. Every Python process that a test starts is measured.
+coverage: .venv/coverage
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	COVERAGE_FILE=$(CURDIR)/build/coverage/data COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(MAKE) --no-print-directory test
+	COVERAGE_FILE=build/coverage/data $(BIN)/coverage combine --quiet
+	COVERAGE_FILE=build/coverage/data $(BIN)/coverage report --skip-covered
 
 check: .venv/check
 	$(BIN)/ruff check .
@@ -105,6 +113,10 @@ pictures: .venv/test
 
 .venv/check: .venv/test
 	$(INSTALL) $(EXTRAS) --group check --group test
+	touch $@
+
+.venv/coverage: .venv/test
+	$(INSTALL) $(EXTRAS) --group coverage --group test
 	touch $@
 
 .venv/bench: .venv/test

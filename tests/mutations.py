@@ -1,15 +1,14 @@
-"""Plants bugs in a copy of bigbatch, one line each, and shows which test catches each of them.
+"""Plants one-line bugs in a copy of bigbatch, one at a time, and records which test catches each of them.
 
-    python -m tests.mutations --check           # only that every bug fits the code as it is
-    python -m tests.mutations                   # all of them: takes hours
-    python -m tests.mutations --only clip       # those with "clip" in their name
-    python -m tests.mutations --resume          # those that build/mutations.json does not have yet
-    python -m tests.mutations --table           # the table of what build/mutations.json has
-    python -m tests.mutations --baseline        # the suites without any bug: all of them must pass
+    python -m tests.mutations --check           # only check that every bug still applies to the code
+    python -m tests.mutations                   # try all of them: about an hour; writes tests/mutations.md
+    python -m tests.mutations --only clip       # try those with "clip" in their name
+    python -m tests.mutations --resume          # try those that are not in build/mutations.json yet
+    python -m tests.mutations --baseline        # run the suites without any bug: all of them must pass
 
-For each bug its suites (make targets) run until one of them fails. If none does, they run once more with ALL=1, as
-`make test-all` has them. A suite that takes longer than the limit counts as failed: the bug made it hang. All of this
-happens in a copy of the tree in a temporary folder; the tree itself is never changed.
+For each bug, its suites (make targets) run until one of them fails. If none fails, they run again with ALL=1, as in
+`make test-all`. A suite that exceeds the time limit counts as failed: the bug made it hang. All of this happens in
+copies of the tree in temporary folders; the tree itself is never changed.
 """
 
 import argparse
@@ -23,13 +22,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "mutations.json"
+TABLE = ROOT / "tests" / "mutations.md"
 OLD = 1_000_000_000  # 2001: no file of the copy is newer than .venv, so make installs nothing into it
 
 # name | file in bigbatch/ | suites that should catch it, the most likely first; then the change as in a diff
@@ -328,58 +331,83 @@ def tried(mutation: Mutation, folder: Path, limit: float) -> dict[str, Any]:
 
 
 def table(mutations: list[Mutation], results: dict[str, Any]) -> str:
-    lines = ["| mutation | make test | make test-all | caught by |", "| --- | --- | --- | --- |"]
+    lines = ["| planted bug | make test | make test-all | first test that fails |", "| --- | --- | --- | --- |"]
     tried = [(m.name, results[m.name]["test"], results[m.name]["all"]) for m in mutations if m.name in results]
     for name, quick, thorough in tried:
         by = (quick or thorough or "").replace("|", "\\|")
-        lines.append(f"| {name} | {'caught' if quick else 'no'} | {'caught' if by else '**no**'} | {by} |")
+        lines.append(f"| {name} | {'caught' if quick else '**no**'} | {'caught' if by else '**no**'} | {by} |")
     nums = f"{sum(bool(q) for _, q, _ in tried)} | {sum(bool(q or t) for _, q, t in tried)}"
     return "\n".join([*lines, f"| {len(tried)} of {len(mutations)} tried | {nums} | |"])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Plants bugs and shows which tests catch them.")
-    for name in ("list", "check", "table", "resume", "baseline"):
-        parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--only", default="", metavar="TEXT", help="those whose names contain it")
-    parser.add_argument("--limit", type=float, default=900, help="seconds for a suite; four times that with ALL=1")
-    options = parser.parse_args()
-    mutations = [m for m in parsed(MUTATIONS) if options.only in m.name]
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if options.table:
-        print(table(mutations, results))
-        return 0
-    for mutation in mutations:
-        mutation.applied((ROOT / mutation.path).read_text())
-        if options.list:
-            print(f"{mutation.name} ({mutation.path}: {', '.join(mutation.suites)})")
-    if options.list or options.check:
-        print(f"{len(mutations)} mutations fit the code")
-        return 0
+@contextmanager
+def copies(num: int) -> Iterator[SimpleQueue[Path]]:
+    """Copies of the tree, to be taken and put back."""
+    free: SimpleQueue[Path] = SimpleQueue()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
-        folder = Path(temporary).resolve() / "tree"
-        folder.mkdir()
-        copy_tree(folder)
-        suites = sorted({suite for mutation in mutations for suite in mutation.suites})
-        asked = subprocess.run(["make", "-n", *suites], cwd=folder, env=environment(folder), capture_output=True)
-        # an unknown suite would look like one that fails, and one without commands like one that passes
-        if asked.returncode or b"Nothing to be done" in asked.stdout:
-            sys.exit(f"make cannot run all suites:\n{(asked.stdout + asked.stderr).decode()}")
+        for number in range(num):
+            folder = Path(temporary).resolve() / str(number) / "tree"
+            folder.mkdir(parents=True)
+            copy_tree(folder)
+            free.put(folder)
+        yield free
+
+
+def check_suites(suites: list[str], folder: Path) -> None:
+    """Exits unless make has commands for all suites: an unknown one would look like a suite that fails."""
+    asked = subprocess.run(["make", "-n", *suites], cwd=folder, env=environment(folder), capture_output=True)
+    if asked.returncode or b"Nothing to be done" in asked.stdout:
+        sys.exit(f"make cannot run all suites:\n{(asked.stdout + asked.stderr).decode()}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Plants bugs and records which tests catch them.")
+    parser.add_argument("--check", action="store_true", help="only check that every bug applies to the code")
+    parser.add_argument("--baseline", action="store_true", help="only run the suites, without any bug")
+    parser.add_argument("--resume", action="store_true", help="skip bugs that build/mutations.json has")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only bugs whose names contain TEXT")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for a suite; four times that with ALL=1")
+    parser.add_argument("--jobs", type=int, default=2, help="how many bugs are tried at a time")
+    options = parser.parse_args()
+    everything = parsed(MUTATIONS)
+    for mutation in everything:
+        mutation.applied((ROOT / mutation.path).read_text())
+    if options.check:
+        print(f"{len(everything)} mutations fit the code")
+        return 0
+    mutations = [m for m in everything if options.only in m.name]
+    suites = sorted({suite for mutation in mutations for suite in mutation.suites})
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    with copies(options.jobs) as free:
+        folder = free.get()
+        check_suites(suites, folder)
         if options.baseline:
             failed = {suite: failure(suite, folder, options.limit) for suite in suites}
             print("\n".join(f"{suite}: {test or 'passes'}" for suite, test in failed.items()))
             return int(any(failed.values()))
-        for number, mutation in enumerate(mutations, 1):
+        free.put(folder)
+
+        def run(mutation: Mutation) -> tuple[Mutation, dict[str, Any]]:
+            folder = free.get()
+            found = tried(mutation, folder, options.limit)
+            free.put(folder)
+            return mutation, found
+
+        def is_known(mutation: Mutation) -> bool:
             before = results.get(mutation.name, {})
-            if options.resume and (before.get("old"), before.get("new")) == (mutation.old, mutation.new):
-                continue
-            found = results[mutation.name] = tried(mutation, folder, options.limit)
-            caught = found["test"] or (f"{found['all']} (ALL=1)" if found["all"] else "NOT CAUGHT")
-            print(f"{number:2}/{len(mutations)} {mutation.name}: {caught}, {found['seconds']} s", flush=True)
-            RESULTS.parent.mkdir(exist_ok=True)
-            RESULTS.write_text(json.dumps(results, indent=1))
-    print(table(mutations, results))
-    return int(not all(results[m.name]["test"] or results[m.name]["all"] for m in mutations))
+            return (before.get("old"), before.get("new")) == (mutation.old, mutation.new)
+
+        RESULTS.parent.mkdir(exist_ok=True)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            wanted = [m for m in mutations if not (options.resume and is_known(m))]
+            for done in as_completed([pool.submit(run, mutation) for mutation in wanted]):
+                mutation, found = done.result()
+                caught = found["test"] or (f"{found['all']} (ALL=1)" if found["all"] else "NOT CAUGHT")
+                print(f"{mutation.name}: {caught}, {found['seconds']} s", flush=True)
+                results[mutation.name] = found
+                RESULTS.write_text(json.dumps(results, indent=1))
+    TABLE.write_text(f"# Planted bugs\n\nWritten by `python -m tests.mutations`.\n\n{table(everything, results)}\n")
+    return int(not all(results[m.name]["test"] for m in mutations))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,7 @@ from tests.problems import problems, samples
 
 from .training import LOSSES, WEIGHTS, assert_equal, classifier, full_batch, make_params, samples_loss
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu", reason="JAX sees no GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("problem", problems(), ids=lambda problem: problem.name)

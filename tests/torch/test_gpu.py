@@ -8,10 +8,7 @@ from torch import Tensor, nn
 from bigbatch import BigBatchWarning, Window
 from bigbatch.torch import Accumulator, verify
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is false"),
-]
+pytestmark = pytest.mark.gpu
 
 Batch = tuple[Tensor, Tensor]
 
