@@ -1,4 +1,4 @@
-"""What a run of `make test` comes to: time by suite, the slowest tests, and what was skipped for want of something.
+"""Sums up a run of `make test`: time by suite, the slowest tests, avoidable skips, and how to repeat what failed.
 
 python -m tests.summary build/tests --budget 720
 """
@@ -32,10 +32,14 @@ def main() -> int:
         print("\nskipped for want of something that can be installed")
         for reason, num in avoidable.most_common():
             print(f"{num:8}  {reason}")
-    failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
+    # a test that fails on several ranks is one command
+    failed = list(dict.fromkeys(rerun(name, case) for name in suites for case in suites[name] if has_failed(case)))
+    if failed:
+        print("\nfailed; to repeat")
+        print("\n".join(f"  {command}" for command in failed))
     skipped = sum(case.find("skipped") is not None for case in cases)
     print(f"\ntotal: {int(seconds) // 60} min {seconds % 60:.0f} s")
-    print(f"{len(cases) - failed - skipped} passed, {failed} failed, {skipped} skipped")
+    print(f"{len(cases) - len(failed) - skipped} passed, {len(failed)} failed, {skipped} skipped")
     if given.budget and seconds > given.budget:
         print(f"that is more than the budget of {given.budget / 60:.0f} minutes", file=sys.stderr)
         return 1
@@ -46,12 +50,29 @@ OTHER_RANKS = tuple(f"ranks-{rank}" for rank in range(1, 10))
 """The ranks run the same tests: the first one's are counted."""
 
 
+def has_failed(case: ElementTree.Element) -> bool:
+    return case.find("failure") is not None or case.find("error") is not None
+
+
+def rerun(suite: str, case: ElementTree.Element) -> str:
+    """The command that runs this test alone."""
+    parts = case.get("classname", "").split(".")
+    length = next((k for k in range(len(parts), 0, -1) if Path(*parts[:k]).with_suffix(".py").exists()), len(parts))
+    test = "::".join([f"{'/'.join(parts[:length])}.py", *parts[length:], case.get("name", "")])
+    start = ".venv/bin/python"
+    if suite.startswith("keras-"):
+        start = f"KERAS_BACKEND={suite.removeprefix('keras-')} {start}"
+    if suite.startswith("ranks-"):
+        start = f".venv/bin/torchrun --standalone --nproc-per-node {suite.rpartition('-')[2]}"
+    return f"{start} -m pytest '{test}'"
+
+
 def duration(case: ElementTree.Element) -> float:
     return float(case.get("time", 0))
 
 
 def skips(cases: list[ElementTree.Element]) -> Counter[str]:
-    """Reasons of skips that could be mended by installing something, and how often they occur."""
+    """Counts the skips that installing something would have avoided, by reason."""
     found = [case.find("skipped") for case in cases]
     reasons = [skipped.get("message", "") for skipped in found if skipped is not None]
     return Counter(reason for reason in reasons if any(word in reason for word in AVOIDABLE))

@@ -1,4 +1,4 @@
-"""What the quick run keeps, and what its summary says."""
+"""Which tests `make test` selects, and what its summary says."""
 
 import itertools
 import subprocess
@@ -52,7 +52,7 @@ def test_what_the_markers_leave_out(options: list[str], num: int, tmp_path: Path
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.a" name="quick" time="0.1"/>
-<testcase classname="tests.a" name="long" time="7.5"><failure message="x"/></testcase>
+<testcase classname="tests.core.test_step" name="long[1]" time="7.5"><failure message="x"/></testcase>
 <testcase classname="tests.a" name="page" time="0"><skipped message="Chromium is not installed"/></testcase>
 <testcase classname="tests.a" name="gpu" time="0"><skipped message="no GPU"/></testcase>
 </testsuite></testsuites>"""
@@ -68,7 +68,9 @@ def test_the_summary_names_the_slowest_and_what_could_be_installed(tmp_path: Pat
     assert done.stdout.splitlines()[-1] == "2 passed, 2 failed, 4 skipped"
     assert "2  Chromium is not installed" in done.stdout
     assert "no GPU" not in done.stdout
-    assert done.stdout.index("tests.a::long") < done.stdout.index("tests.a::quick")
+    assert done.stdout.index("tests.core.test_step::long[1]") < done.stdout.index("tests.a::quick")
+    assert ".venv/bin/python -m pytest 'tests/core/test_step.py::long[1]'" in done.stdout
+    assert "torchrun --standalone --nproc-per-node 2 -m pytest 'tests/core/test_step.py::long[1]'" in done.stdout
     late = subprocess.run([*command, "--budget", "0.0001"], cwd=ROOT, capture_output=True, text=True)
     assert late.returncode == 1
     assert "more than the budget" in late.stderr
