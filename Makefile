@@ -6,8 +6,8 @@ EXTRAS := '.[torch,tensorflow,keras,jax,cli]'
 WORKERS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1
 RESULTS := build/tests
-SUITES := test-tensorflow test-cli test-jax test-keras-tensorflow test-crash test-tasks test-keras-jax test-docs \
-  test-torch test-ranks test-keras-torch test-core
+SUITES := test-tensorflow test-cli test-jax test-keras-tensorflow test-crash test-torch test-tasks test-keras-jax \
+  test-docs test-ranks test-keras-torch test-core
 PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest $(if $(ALL),--all) $(PYTEST_ARGS)
 RANKS := $(ONE_THREAD) $(BIN)/torchrun --standalone
 ON_FOUR_RANKS := $(if $(ALL),not views and not small and not verify,test_windows)

@@ -1,10 +1,11 @@
-"""A run that can be stopped in the middle of a window and taken up by another process.
+"""A run that can be stopped in the middle of a window and continued by another process.
 
-python -m tests.torch.resume KIND FIRST LAST STATE: feeds the micro-batches FIRST to LAST; reads STATE unless
-FIRST is 0, and writes it.
+python -m tests.torch.resume FIRST LAST STATE…: feeds the micro-batches FIRST to LAST of each run. A file STATE is named
+after the kind of its run; it is read unless FIRST is 0, and written.
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,4 +83,5 @@ def main(kind: str, first: int, last: int, path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    for state in sys.argv[3:]:
+        main(Path(state).name, int(sys.argv[1]), int(sys.argv[2]), state)

@@ -31,16 +31,22 @@ def assert_bitwise_equal(a: Any, b: Any) -> None:
         assert a == b
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_process_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    stop = 6
-    main(kind, 0, NUM_MICRO_BATCHES, str(tmp_path / "undisturbed"))
-    main(kind, 0, stop, str(tmp_path / "stopped"))
-    assert torch.load(tmp_path / "stopped", weights_only=True)["accumulator"]["window"] is not None
-    arguments = [kind, str(stop), str(NUM_MICRO_BATCHES), str(tmp_path / "stopped")]
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one state per kind: saved by this process after 6 micro-batches, completed by another process."""
+    folder = tmp_path_factory.mktemp("resumed")
+    for kind in KINDS:
+        main(kind, 0, 6, str(folder / kind))
+        assert torch.load(folder / kind, weights_only=True)["accumulator"]["window"] is not None
+    arguments = ["6", str(NUM_MICRO_BATCHES), *(str(folder / kind) for kind in KINDS)]
     subprocess.run([sys.executable, "-m", "tests.torch.resume", *arguments], check=True, timeout=120)
-    undisturbed, resumed = (torch.load(tmp_path / name, weights_only=True) for name in ("undisturbed", "stopped"))
-    assert_bitwise_equal(resumed, undisturbed)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_process_goes_on_bit_for_bit(kind: str, resumed: Path, tmp_path: Path) -> None:
+    main(kind, 0, NUM_MICRO_BATCHES, str(tmp_path / kind))
+    assert_bitwise_equal(*(torch.load(folder / kind, weights_only=True) for folder in (resumed, tmp_path)))
 
 
 @pytest.mark.parametrize("stop", [1, 2, 4, 9])
