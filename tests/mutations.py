@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -283,7 +283,7 @@ def environment(folder: Path) -> dict[str, str]:
     return {**plain, "PYTHONPATH": str(folder)}
 
 
-def failure(suite: str, folder: Path, limit: float, *, is_all: bool = False) -> str | None:
+def failure(suite: str, limit: float, folder: Path, *, is_all: bool = False) -> str | None:
     """The first test of a suite that fails, or "time-out"; None if all pass."""
     shutil.rmtree(folder / ".hypothesis", ignore_errors=True)  # no examples that another bug left
     command = ["make", suite, "PYTEST_ARGS=-x -q -rfE", *(["ALL=1"] if is_all else [])]
@@ -312,7 +312,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
             process.wait(60)
 
 
-def tried(mutation: Mutation, folder: Path, limit: float) -> dict[str, Any]:
+def tried(mutation: Mutation, limit: float, folder: Path) -> dict[str, Any]:
     """What became of one bug; afterwards the copy is as before."""
     path = folder / mutation.path
     source = path.read_text()
@@ -321,7 +321,7 @@ def tried(mutation: Mutation, folder: Path, limit: float) -> dict[str, Any]:
     path.write_text(mutation.applied(source))
     try:
         for kind, suite in [(kind, suite) for kind in ("test", "all") for suite in mutation.suites]:
-            if test := failure(suite, folder, limit, is_all=kind == "all"):
+            if test := failure(suite, limit, folder, is_all=kind == "all"):
                 found[kind] = f"{suite}: {test}"
                 break
     finally:
@@ -378,34 +378,35 @@ def main() -> int:
     mutations = [m for m in everything if options.only in m.name]
     suites = sorted({suite for mutation in mutations for suite in mutation.suites})
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    with copies(options.jobs) as free:
-        folder = free.get()
-        check_suites(suites, folder)
+    with copies(options.jobs) as free, ThreadPoolExecutor(options.jobs) as pool:
+
+        def in_a_copy(function: Callable[..., Any], *arguments: Any) -> Any:
+            folder = free.get()
+            try:
+                return function(*arguments, folder)
+            finally:
+                free.put(folder)
+
+        in_a_copy(check_suites, suites)
         if options.baseline:
-            failed = {suite: failure(suite, folder, options.limit) for suite in suites}
+            found = pool.map(lambda suite: in_a_copy(failure, suite, options.limit), suites)
+            failed = dict(zip(suites, found, strict=True))
             print("\n".join(f"{suite}: {test or 'passes'}" for suite, test in failed.items()))
             return int(any(failed.values()))
-        free.put(folder)
-
-        def run(mutation: Mutation) -> tuple[Mutation, dict[str, Any]]:
-            folder = free.get()
-            found = tried(mutation, folder, options.limit)
-            free.put(folder)
-            return mutation, found
 
         def is_known(mutation: Mutation) -> bool:
             before = results.get(mutation.name, {})
             return (before.get("old"), before.get("new")) == (mutation.old, mutation.new)
 
         RESULTS.parent.mkdir(exist_ok=True)
-        with ThreadPoolExecutor(options.jobs) as pool:
-            wanted = [m for m in mutations if not (options.resume and is_known(m))]
-            for done in as_completed([pool.submit(run, mutation) for mutation in wanted]):
-                mutation, found = done.result()
-                caught = found["test"] or (f"{found['all']} (ALL=1)" if found["all"] else "NOT CAUGHT")
-                print(f"{mutation.name}: {caught}, {found['seconds']} s", flush=True)
-                results[mutation.name] = found
-                RESULTS.write_text(json.dumps(results, indent=1))
+        wanted = [m for m in mutations if not (options.resume and is_known(m))]
+        futures = {pool.submit(in_a_copy, tried, mutation, options.limit): mutation for mutation in wanted}
+        for future in as_completed(futures):
+            name, found = futures[future].name, future.result()
+            caught = found["test"] or (f"{found['all']} (ALL=1)" if found["all"] else "NOT CAUGHT")
+            print(f"{name}: {caught}, {found['seconds']} s", flush=True)
+            results[name] = found
+            RESULTS.write_text(json.dumps(results, indent=1))
     TABLE.write_text(f"# Planted bugs\n\nWritten by `python -m tests.mutations`.\n\n{table(everything, results)}\n")
     return int(not all(results[m.name]["test"] for m in mutations))
 

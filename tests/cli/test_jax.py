@@ -46,7 +46,6 @@ def test_a_wrong_weight_shows(tmp_path: Path) -> None:
     assert [step["weight"] for step in history_of(tmp_path / "run")][:4] == [6, 6, 6, 2]
 
 
-@pytest.mark.slow
 def test_several_terms_have_weights_of_their_own(tmp_path: Path) -> None:
     code = """
 entropy = loss

@@ -21,8 +21,11 @@ is_built = pytest.mark.skipif(
 
 
 def test_skip(tmp_path: Path) -> None:
-    train(write_task(tmp_path, BAD), tmp_path / "run", "--no-compare", "--epochs", 2)
-    assert [step["is_applied"] for step in history_of(tmp_path / "run")] == [True, True, False, *[True] * 5]
+    """The schedule counts the steps that were applied."""
+    train(write_task(tmp_path, BAD), tmp_path / "run", "--no-compare", "--steps", 8, "--schedule", "linear")
+    history = history_of(tmp_path / "run")
+    assert [step["is_applied"] for step in history] == [True, True, False, *[True] * 5]
+    assert [step["lr"] for step in history] == pytest.approx([0.05 * (1 - k / 8) for k in (0, 1, 2, 2, 3, 4, 5, 6)])
 
 
 @is_built
