@@ -58,6 +58,7 @@ check: .venv/check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.mutations --check
 
 format: .venv/check
 	$(BIN)/ruff check --fix .

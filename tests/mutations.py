@@ -241,12 +241,21 @@ class Mutation:
     def applied(self, source: str) -> str:
         """The source with the bug in it; raises ValueError if it does not fit."""
         if (num := source.count(self.old)) != 1:
-            raise ValueError(f"{self.name}: the old text occurs {num} times in {self.path}, not once")
+            raise ValueError(f"the line to change occurs {num} times in {self.path}, not once")
         mutated = source.replace(self.old, self.new)
         if sum(a != b for a, b in zip(source.split("\n"), mutated.split("\n"), strict=True)) != 1:
-            raise ValueError(f"{self.name}: it changes more or less than one line of {self.path}")
+            raise ValueError(f"it must change one line of {self.path}")
         ast.parse(mutated)
         return mutated
+
+
+def misfit(mutation: Mutation) -> str | None:
+    """Says why the bug cannot be planted; None if it can."""
+    try:
+        mutation.applied((ROOT / mutation.path).read_text())
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"{mutation.name}: {error}"
+    return None
 
 
 def parsed(text: str) -> list[Mutation]:
@@ -370,11 +379,10 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="how many bugs are tried at a time")
     options = parser.parse_args()
     everything = parsed(MUTATIONS)
-    for mutation in everything:
-        mutation.applied((ROOT / mutation.path).read_text())
-    if options.check:
-        print(f"{len(everything)} mutations fit the code")
-        return 0
+    misfits = [text for mutation in everything if (text := misfit(mutation))]
+    if options.check or misfits:
+        print("\n".join(misfits) or f"all {len(everything)} planted bugs apply to the code")
+        return int(bool(misfits))
     mutations = [m for m in everything if options.only in m.name]
     suites = sorted({suite for mutation in mutations for suite in mutation.suites})
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
