@@ -349,9 +349,8 @@ def table(mutations: list[Mutation], results: dict[str, Any]) -> str:
     tried = [(m.name, results[m.name]["test"], results[m.name]["all"]) for m in mutations if m.name in results]
     for name, quick, thorough in tried:
         by = (quick or thorough or "").replace("|", "\\|")
-        lines.append(
-            f"| {name} | {'caught' if quick else '**no**'} | {'as left' if quick else 'caught' if by else '**no**'} | {by} |"
-        )
+        kinds = ("caught", "as left") if quick else ("**no**", "caught" if thorough else "**no**")
+        lines.append(f"| {name} | {' | '.join(kinds)} | {by} |")
     nums = f"{sum(bool(q) for _, q, _ in tried)} | {sum(bool(q or t) for _, q, t in tried)}"
     return "\n".join([*lines, f"| {len(tried)} of {len(mutations)} tried | {nums} | |"])
 
