@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from ..core.errors import BatchError, Interrupted, OptionError, OrderError, StateError
+from ..core.options import Fixed, Option, check_callable, check_size
 from ..core.step import Step
 from ..core.weight import (
     Reduction,
     check_reduction,
     totals,
 )
-from ..core.window import AccumulationSteps, Window, positive
+from ..core.window import AccumulationSteps, Window
 from . import checks, nest
 from .agreement import Share
 from .capture import capture_for
@@ -56,9 +57,17 @@ class Accumulator(Feeding):
     is a mean: the samples if not given. Both may be tuples of the same length, one entry for each term.
     After a step the parameters hold no gradients. Parameters that the optimizer does not hold are left alone.
 
+    `accumulator.clip_norm = 0.5` and the like are checked as here, and used from the next step on. What is built when
+    the accumulator is made (model, optimizer, reduction, precision, …) cannot be changed.
+
     A model in DistributedDataParallel or fully_shard is trained by all its ranks together: the batch of a step is what
     all of them pass, and gradients are reduced once a window.
     """
+
+    micro_batch_size = Option(check_size)
+    weight = Option(check_callable)
+    precision, accumulate_dtype = Fixed(), Fixed()
+    capture, group, reduce = Fixed(), Fixed(), Fixed()
 
     def __init__(
         self,
@@ -83,18 +92,12 @@ class Accumulator(Feeding):
         max_skipped: int = 32,
     ) -> None:
         check_reduction(reduction)
-        checks.check_callable("loss", loss)
-        checks.check_callable("weight", weight)
         checks.check_model(model)
         checks.check_optimizer(model, optimizer)
-        checks.check_scheduler(scheduler)
-        checks.check_clip("clip_norm", clip_norm)
-        checks.check_clip("clip_value", clip_value)
         checks.check_dtype(accumulate_dtype)
-        if micro_batch_size is not None:
-            micro_batch_size = positive("micro_batch_size", micro_batch_size)
-        if accumulation_steps is not None and not callable(accumulation_steps):
-            accumulation_steps = positive("accumulation_steps", accumulation_steps)
+        self.loss, self.weight = loss, weight
+        self.micro_batch_size = micro_batch_size
+        self.accumulation_steps = accumulation_steps
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         gradients = Gradients(optimizer, names, accumulate_dtype)
         super().__init__(
@@ -109,10 +112,8 @@ class Accumulator(Feeding):
             NonFinite(on_nonfinite, max_skipped),
         )
         self.model = model
-        self.loss = loss
-        self.micro_batch_size = micro_batch_size
-        self.accumulation_steps = accumulation_steps
-        self.weight = weight
+        self.precision, self.accumulate_dtype = precision, accumulate_dtype
+        self.capture, self.group, self.reduce = capture, group, reduce
         self._batch_norms = checks.batch_norm_modules(model)
         self._transfer = Transfer(gradients.parameters)
         self._capture = capture_for(capture, model, loss, gradients, self._precision, self._replicas)

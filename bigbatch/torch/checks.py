@@ -1,7 +1,6 @@
 """What can be seen to be wrong before anything is changed."""
 
 import inspect
-import math
 import warnings
 from typing import Any
 
@@ -12,11 +11,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..core.errors import BigBatchWarning, LossError, OptionError
 from ..core.weight import Terms, check_terms
-
-
-def check_callable(name: str, value: Any) -> None:
-    if value is not None and not callable(value):
-        raise OptionError(f"{name} is {value!r}: pass a function")
 
 
 def check_model(model: Any) -> None:
@@ -52,18 +46,14 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_scheduler(scheduler: Any) -> None:
+def check_scheduler(name: str, scheduler: Any) -> Any:
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-        raise OptionError(f"scheduler is a {type(scheduler).__name__}: pass one learning rate scheduler")
+        raise OptionError(f"{name} is a {type(scheduler).__name__}: pass one learning rate scheduler")
     if isinstance(scheduler, ReduceLROnPlateau):
         raise OptionError(
             "ReduceLROnPlateau wants a metric with every step: step it yourself where you have the metric"
         )
-
-
-def check_clip(name: str, value: Any) -> None:
-    if value is not None and not (isinstance(value, int | float) and value > 0 and not math.isnan(value)):
-        raise OptionError(f"{name} is {value!r}: pass a number above 0, or None")
+    return scheduler
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:

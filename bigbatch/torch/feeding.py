@@ -7,13 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from ..core.errors import OptionError, OrderError
+from ..core.options import Option, check_callable, check_steps
 from ..core.step import Step
 from ..core.weight import Tally, Terms, as_terms, check_weight, scales, times, totals
-from ..core.window import AccumulationSteps, steps_at
+from ..core.window import steps_at
 from . import arithmetic, checks
 from .agreement import Agreement, Share
 from .arithmetic import Sums
-from .passes import Loss, Passes
+from .passes import Passes
 from .precision import is_low
 from .weight import check_all, on_host, read
 from .window import MicroBatch, OpenWindow, values_of
@@ -22,8 +23,8 @@ from .window import MicroBatch, OpenWindow, values_of
 class Feeding(Passes):
     """Keeps the sums of the window that is open, and divides them when it ends."""
 
-    loss: Loss | None
-    accumulation_steps: AccumulationSteps | None
+    loss = Option(check_callable)
+    accumulation_steps = Option(check_steps)
     _open: OpenWindow | None = None
 
     @contextmanager

@@ -2,9 +2,10 @@
 
 import math
 import warnings
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from ..core.errors import BigBatchWarning, NonFiniteError, OptionError, OrderError
+from ..core.errors import BigBatchWarning, NonFiniteError, OrderError
+from ..core.options import Option, check_on_nonfinite
 from ..core.weight import Terms
 from ..core.window import positive
 from .saving import like_its_own
@@ -23,11 +24,12 @@ class NonFinite:
     With a GradScaler a gradient that overflows is how it finds its scale: that is skipped and counted, nothing more.
     """
 
+    on_nonfinite = Option(check_on_nonfinite)
+    max_skipped = Option(positive)
+
     def __init__(self, on_nonfinite: OnNonFinite = "skip", max_skipped: int = 32) -> None:
-        if on_nonfinite not in get_args(OnNonFinite):
-            raise OptionError(f'on_nonfinite={on_nonfinite!r} is unknown: pass "skip", "raise" or "stop"')
         self.on_nonfinite = on_nonfinite
-        self.max_skipped = positive("max_skipped", max_skipped)
+        self.max_skipped = max_skipped
         self.is_stopped = False
         self.num_skipped = 0
         """How many steps in a row were skipped until now."""
@@ -39,7 +41,7 @@ class NonFinite:
     @property
     def minds_losses(self) -> bool:
         """Whether a loss that is not finite matters if its gradient is: "skip" applies it, as any loop would."""
-        return self.on_nonfinite != "skip"
+        return bool(self.on_nonfinite != "skip")
 
     def applied(self) -> None:
         """A good step: the next one that is skipped is the first again."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import Interrupted
+from ..core.options import Fixed
 from ..core.step import Step
 from ..core.weight import Terms, times
 from . import arithmetic, checks
@@ -26,7 +27,7 @@ Loss = Callable[[Any, Any], Any]
 class Passes(Update):
     """Every micro-batch goes through the model, forward and backward, by itself or captured."""
 
-    model: nn.Module
+    model = Fixed()
     _transfer: Transfer
     _capture: Capture | None
     _batch_norms: list[nn.Module]

@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 
 from ..core.errors import LossError
+from ..core.options import Fixed, Option, check_clip
 from ..core.step import Step
 from ..core.weight import Reduction, Terms, from_terms
 from . import arithmetic
 from .agreement import Agreement
 from .arithmetic import Sums
 from .captured_optimizer import CapturedOptimizer
+from .checks import check_scheduler
 from .collection import clear
 from .gradients import Gradients
-from .nonfinite import NonFinite, place_in, place_of
+from .nonfinite import NonFinite, OnNonFinite, place_in, place_of
 from .outcome import Later, Outcome, can_be_skipped_on_device
 from .precision import Precision
 from .replicas import Replicas
@@ -27,6 +28,12 @@ from .turns import Turns
 
 class Update:
     """One step of the optimizer; the same on all ranks."""
+
+    optimizer, reduction = Fixed(), Fixed()
+    scaler = Fixed()
+    """The GradScaler in use: the user's, or ours with precision "fp16"."""
+    clip_norm, clip_value = Option(check_clip), Option(check_clip)
+    scheduler = Option(check_scheduler)
 
     def __init__(
         self,
@@ -41,7 +48,8 @@ class Update:
         nonfinite: NonFinite,
     ) -> None:
         self.optimizer = optimizer
-        self.reduction: Reduction = reduction
+        self.reduction = reduction
+        self.scaler = precision.scaler
         self.clip_norm = clip_norm
         self.clip_value = clip_value
         self.scheduler = scheduler
@@ -58,9 +66,22 @@ class Update:
         self._is_skipped: Tensor | None = None
 
     @property
-    def scaler(self) -> GradScaler | None:
-        """The GradScaler in use: the user's, or ours with precision "fp16"."""
-        return self._precision.scaler
+    def on_nonfinite(self) -> OnNonFinite:
+        on_nonfinite: OnNonFinite = self._nonfinite.on_nonfinite
+        return on_nonfinite
+
+    @on_nonfinite.setter
+    def on_nonfinite(self, value: OnNonFinite) -> None:
+        self._nonfinite.on_nonfinite = value
+
+    @property
+    def max_skipped(self) -> int:
+        max_skipped: int = self._nonfinite.max_skipped
+        return max_skipped
+
+    @max_skipped.setter
+    def max_skipped(self, value: int) -> None:
+        self._nonfinite.max_skipped = value
 
     @property
     def is_stopped(self) -> bool:
