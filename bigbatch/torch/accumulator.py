@@ -28,6 +28,7 @@ from .precision import Precision
 from .replicas import Reduce
 from .saving import like_its_own, packed, unpacked
 from .sharing import replicas_of
+from .time_major import TimeAxis
 from .transfer import Transfer
 from .weight import Weight, weigh
 from .window import OpenWindow
@@ -116,6 +117,7 @@ class Accumulator(Feeding):
         self.capture, self.group, self.reduce = capture, group, reduce
         self._batch_norms = checks.batch_norm_modules(model)
         self._transfer = Transfer(gradients.parameters)
+        self._time_axis = TimeAxis(model, can_run_twice=not self._replicas.is_shared)
         self._capture = capture_for(capture, model, loss, gradients, self._precision, self._replicas)
         if self._capture is not None:
             self._captured_optimizer = CapturedOptimizer(optimizer, self._capture.device, self._capture.pool)
@@ -153,6 +155,8 @@ class Accumulator(Feeding):
         ]
         agreed = self._replicas.agree(Share(totals(weights), len(passes), len(weights)))
         self._tell_batch_norm(len(weights))
+        is_counted = self.weight is None and self.reduction == "mean"
+        self._time_axis.begin(micro_batches, is_cut=not isinstance(batch, Window), is_counted=is_counted)
         window = OpenWindow.of_step(self.reduction, weights) if self._so_far is None else self._so_far
         was_interrupted, self._so_far = self._so_far is not None, None
         try:

@@ -16,6 +16,7 @@ from .agreement import Agreed
 from .capture import Capture
 from .collection import Collection
 from .precision import is_low
+from .time_major import TimeAxis
 from .transfer import Transfer
 from .update import Update
 from .weight import Scales
@@ -31,6 +32,7 @@ class Passes(Update):
     _transfer: Transfer
     _capture: Capture | None
     _batch_norms: list[nn.Module]
+    _time_axis: TimeAxis
     is_interrupted = False
     """Whether `interrupt` was called and nothing has stopped yet."""
     _so_far: OpenWindow | None = None
@@ -125,7 +127,7 @@ class Passes(Update):
             losses = self._capture.add(partial(self._terms, loss, len(weight)), micro_batch, scale, collection)
             if losses is not None:
                 return losses
-        terms = self._terms(loss, len(weight), micro_batch)
+        terms = self._terms(self._time_axis.watched(loss), len(weight), micro_batch)
         collection.check()
         is_any_low = any(map(is_low, terms))
         self._replicas.see_loss(is_low=is_any_low)
