@@ -1,23 +1,21 @@
 """fit on the jax backend: the micro-batches are one `lax.scan` in the step that fit compiles."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
-from jax.experimental.sparse import JAXSparse
+from jax.sharding import PartitionSpec
 from keras import tree
 from keras.src.backend import set_keras_mask
 
-from ..core.errors import BatchError
 from . import checks, loss
+from .jax_batch import Cut, num_samples, taken
 from .loss import Batch, Form
 from .step import FitStep
 
 State = tuple[Any, Any, Any, Any]
 """The values of the trainable, the non-trainable, the optimizer's and the metrics' variables."""
-Body = Callable[[Any, Batch, Any], tuple[Any, list[Any]]]
 
 
 class JAXStep(FitStep):
@@ -41,7 +39,7 @@ class JAXStep(FitStep):
         checks.check_not_empty(size)
         checks.check_rows(batch)
         form = self.form(tree.map_structure(spec, batch), lambda: self.look(state, batch))
-        sums, non_trainable, value, added, leaves = self.accumulate(form, state, batch, size)
+        sums, non_trainable, value, added, leaves = self.on_devices(form, state, batch, size)
 
         y_pred = None
         if form.needs_outputs:
@@ -57,12 +55,74 @@ class JAXStep(FitStep):
         logs, metrics = model._update_metrics_variables(metrics, value, x, y, y_pred, sample_weight)
         return logs, (trainable, non_trainable, optimizer, metrics)
 
-    def accumulate(self, form: Form, state: State, batch: Batch, size: int) -> tuple[Any, ...]:
-        """The gradient of the batch, the updated variables, the loss, what model.losses add, and the outputs."""
+    def on_devices(self, form: Form, state: State, batch: Batch, size: int) -> tuple[Any, ...]:
+        """What `accumulate` returns. Devices that share a batch each cut their own part of it.
+
+        With DataParallel every device runs its own loop, and the sums are reduced once, after it. A model that updates
+        variables in its calls (BatchNormalization) has to see whole micro-batches, so there, and with ModelParallel,
+        the compiler shares out each micro-batch and reduces after each.
+        """
+        distribution = keras.distribution.distribution()
+        num_devices = 1
+        if distribution is not None:
+            mesh, axis = distribution.device_mesh.backend_mesh, distribution.batch_dim_name
+            num_devices = mesh.shape.get(axis, 1)
+        cut = Cut.shared(self.micro_batch_size, num_devices)
+        is_data_parallel = isinstance(distribution, keras.distribution.DataParallel)
+        if num_devices == 1 or not is_data_parallel or self.updates_variables(state, batch[0]):
+            return self.accumulate(form, state, batch, cut, size)
+        are_seeds = self.are_seeds()
+
+        def on_one(state: State, batch: Batch) -> tuple[Any, ...]:
+            trainable, non_trainable, optimizer, metrics = state
+            own = [own_seed(v, axis) if is_seed else v for v, is_seed in zip(non_trainable, are_seeds, strict=True)]
+            state = trainable, own, optimizer, metrics
+            sums, after, *rest = self.accumulate(form, state, batch, Cut(cut.size), size, axis)
+            of_each = zip(non_trainable, own, after, are_seeds, strict=True)
+            after = [v + (b - a) if is_seed else b for v, a, b, is_seed in of_each]  # all count on by the same number
+            return sums, after, *rest
+
+        rows, whole = PartitionSpec(axis), PartitionSpec()
+        shared = tree.map_structure(lambda leaf: whole if leaf is None or not jnp.ndim(leaf) else rows, batch)
+        mapped = jax.shard_map(
+            on_one,
+            mesh=mesh,
+            in_specs=(whole, shared),
+            out_specs=(whole, whole, whole, whole, rows),
+            axis_names={axis},
+            check_vma=False,  # or a loop in the model that begins with zeros, as in every RNN, would be refused
+        )
+        found: tuple[Any, ...] = mapped(state, batch)
+        return found
+
+    def updates_variables(self, state: State, x: Any) -> bool:
+        """Whether a call of the model changes variables other than seeds."""
+        found: list[bool] = []
+
+        def trace(state: State, x: Any) -> None:
+            _, after, _ = self.forward(state[0], state[1], x)
+            found.extend(a is not b for a, b in zip(state[1], after, strict=True))
+
+        jax.eval_shape(trace, state, x)
+        return any(changed and not is_seed for changed, is_seed in zip(found, self.are_seeds(), strict=True))
+
+    def are_seeds(self) -> list[bool]:
+        """Which of the non-trainable variables are states of random number generators."""
+        # Keras 3.15 has no public way to them
+        seeds = {id(seed.state) for layer in self.model._flatten_layers() for seed in layer._seed_generators}
+        return [id(variable) in seeds for variable in self.model.non_trainable_variables]
+
+    def accumulate(
+        self, form: Form, state: State, batch: Batch, cut: Cut, size: int, axis: str | None = None
+    ) -> tuple[Any, ...]:
+        """The gradient of the batch, the updated variables, the loss, what model.losses add, and the outputs.
+
+        `size` is that of the whole batch, of which a device has a part where `axis` is given.
+        """
         model = self.model
         trainable, non_trainable, optimizer, metrics = state
         dtype = self.dtype
-        weights = self.count(form, state, batch, size) if form.is_counted else None
+        weights = self.count(form, state, batch, cut, axis) if form.is_counted else None
         has_added = False
 
         def gradient_of(trainable: Any, non_trainable: Any, micro_batch: Batch, share: Any, shares: Any) -> Any:
@@ -91,12 +151,14 @@ class JAXStep(FitStep):
 
         zero = jnp.zeros((), dtype)
         sums = [jnp.zeros(v.shape, loss.wide(v.dtype)) for v in trainable]
-        carry, leaves = self.loop(body, (sums, non_trainable, zero, zero), batch, size, weights)
+        carry, found = cut.loop(body, (sums, non_trainable, zero, zero), batch, weights)
         sums, non_trainable, value, added = carry
+        if axis is not None:
+            sums, value, added = jax.lax.psum((sums, value, added), axis)
         sums = [s.astype(v.dtype) for s, v in zip(sums, trainable, strict=True)]
-        return sums, non_trainable, value, added if has_added else None, leaves
+        return sums, non_trainable, value, added if has_added else None, cut.joined(found)
 
-    def count(self, form: Form, state: State, batch: Batch, size: int) -> Any:
+    def count(self, form: Form, state: State, batch: Batch, cut: Cut, axis: str | None) -> Any:
         """The shares of the losses in each micro-batch, where masks or sample weights decide.
 
         Masks come out of the model, so it runs once more, without gradients; the compiler leaves of that only what
@@ -108,28 +170,12 @@ class JAXStep(FitStep):
             found = loss.parts(self.model, micro_batch, y_pred)
             num = num_samples(micro_batch[0])
             weights = [loss.weigh(*pair, num).astype(self.dtype) for pair in zip(found, form.kinds, strict=True)]
-            return total + jnp.stack(weights), [jnp.stack(weights)[None]]
+            return total + jnp.stack(weights), [jnp.stack(weights)]
 
-        total, (weights,) = self.loop(body, jnp.zeros(len(form.kinds), self.dtype), batch, size)
+        total, found = cut.loop(body, jnp.zeros(len(form.kinds), self.dtype), batch)
+        total = total if axis is None else jax.lax.psum(total, axis)
+        weights = jnp.concatenate([stacked for (stacked,) in found])
         return jnp.where(total == 0, 0, weights / jnp.where(total == 0, 1, total))
-
-    def loop(self, body: Body, carry: Any, batch: Batch, size: int, rows: Any = None) -> tuple[Any, list[Any]]:
-        """Runs `body(carry, micro_batch, row) -> carry, tensors` for each micro-batch, and joins the tensors."""
-        micro = self.micro_batch_size
-        num_full, rest = divmod(size, micro)
-        found: list[list[Any]] = []
-
-        def step(carry: Any, k: Any) -> tuple[Any, list[Any]]:
-            return body(carry, cut(batch, k * micro, micro), None if rows is None else rows[k])
-
-        if num_full:
-            carry, stacked = jax.lax.scan(step, carry, jnp.arange(num_full))
-            found.append([tensor.reshape(-1, *tensor.shape[2:]) for tensor in stacked])
-        if rest:  # shapes are fixed in JAX, so the short last micro-batch is not part of the scan
-            row = None if rows is None else rows[num_full]
-            carry, tensors = body(carry, cut(batch, num_full * micro, rest), row)
-            found.append(tensors)
-        return carry, [jnp.concatenate(tensors) for tensors in zip(*found, strict=True)]
 
     def forward(self, trainable: Any, non_trainable: Any, x: Any, *, training: bool = True) -> Any:
         """The model's output, the updated non-trainable variables, and model.losses."""
@@ -141,7 +187,7 @@ class JAXStep(FitStep):
         found = []
 
         def trace(state: State, batch: Batch) -> None:
-            micro_batch = cut(batch, 0, min(self.micro_batch_size, num_samples(batch[0])))
+            micro_batch = taken(batch, 0, min(self.micro_batch_size, num_samples(batch[0])))
             y_pred, _, _ = self.forward(state[0], state[1], micro_batch[0])
             found.append(loss.look(self.model, micro_batch, y_pred))
 
@@ -149,24 +195,9 @@ class JAXStep(FitStep):
         return found[0]
 
 
-def num_samples(x: Any) -> int:
-    leaf = next((leaf for leaf in tree.flatten(x) if leaf is not None), None)
-    if leaf is None or jnp.ndim(leaf) == 0:
-        raise BatchError("x has no batch axis to cut along: give fit arrays of samples")
-    return int(leaf.shape[0])
-
-
-def cut(batch: Batch, start: Any, num: int) -> Any:
-    """The micro-batch of `num` samples from `start` on; what has no axes goes to every micro-batch."""
-
-    def leaf(value: Any) -> Any:
-        if value is None or jnp.ndim(value) == 0:
-            return value
-        if isinstance(value, JAXSparse):
-            raise BatchError("a sparse JAX array cannot be cut: give fit a dense one")
-        return jax.lax.dynamic_slice_in_dim(value, start, num)
-
-    return tree.map_structure(leaf, batch)
+def own_seed(seed: Any, axis: str) -> Any:
+    """Another one on every device, so that no mask of dropout comes twice."""
+    return jax.random.fold_in(seed, jax.lax.axis_index(axis))
 
 
 def unmasked(tensor: Any) -> Any:

@@ -1,6 +1,5 @@
 """Batches over several devices: exact, reduced once after the loop, the batch stays where it is."""
 
-import re
 from functools import partial
 
 import jax
@@ -12,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from bigbatch import BatchError, LossError, OptionError
 from bigbatch.jax import grad, pad, value_and_grad
+from tests.collectives import collectives
 from tests.problems import samples, tokens
 
 from .training import WEIGHTS, assert_equal, classifier, gap, language, logits_of, samples_loss, terms_loss, tokens_loss
@@ -26,7 +26,6 @@ MESHES = {
     "one axis of two": ((2, 2), ("data", "model"), P("data")),
 }
 KINDS = pytest.mark.parametrize("kind", [EXPLICIT, AUTO], ids=["explicit", "auto"])
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 def make_mesh(name, kind):
@@ -37,35 +36,6 @@ def make_mesh(name, kind):
 
 def on(mesh, tree, spec=REPLICATED):
     return jax.device_put(tree, NamedSharding(mesh, spec))
-
-
-def collectives(function, *args):
-    """How many of each kind there are in the compiled program, in loops and outside of them."""
-    text = jax.jit(function).lower(*args).compile().as_text()
-    inside, outside = {}, {}
-    for name, body in computations(text).items():
-        where = inside if name in loops(text) else outside
-        for kind in COLLECTIVES:
-            where[kind] = where.get(kind, 0) + len(re.findall(rf"\s{kind}(?:-start)?\(", body))
-    count = {kind: num for kind, num in outside.items() if num}
-    return count, {kind: num for kind, num in inside.items() if num}
-
-
-def computations(text):
-    """The computations of a program by name."""
-    return dict(re.findall(r"^(?:ENTRY )?%?([\w.\-]+) .*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
-
-
-def loops(text):
-    """All computations that a loop calls, directly or not."""
-    bodies = computations(text)
-    called = {
-        name: set(re.findall(r"(?:body|condition|to_apply|calls)=%?([\w.\-]+)", body)) for name, body in bodies.items()
-    }
-    found = set(re.findall(r"body=%?([\w.\-]+)", text))
-    while more := {name for one in found for name in called.get(one, ())} - found:
-        found |= more
-    return found
 
 
 def padded_tokens(*lengths, multiple):

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from bigbatch.jax import pad, value_and_grad
-from tests.jax.test_sharding import collectives
+from tests.collectives import collectives
 from tests.jax.training import WEIGHTS, gap, language, tokens_loss
 from tests.problems import tokens
 

@@ -6,6 +6,7 @@ from pathlib import Path
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_ENABLE_X64", "1")  # else JAX has no float64
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 # most of the time on JAX goes into compiling the same operations in every process
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[2] / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -13,8 +14,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 import keras
 import pytest
 
+collect_ignore = [] if keras.backend.backend() == "jax" else ["test_data_parallel.py"]
 if keras.backend.backend() != "tensorflow":
-    collect_ignore = ["test_imports.py", "test_replicas.py", "test_tensorflow.py"]  # the same on all, or TensorFlow's
+    collect_ignore += ["test_imports.py", "test_replicas.py", "test_tensorflow.py"]  # the same on all, or TensorFlow's
 if keras.backend.backend() == "torch":
     import torch
 

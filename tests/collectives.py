@@ -1,0 +1,36 @@
+"""What devices tell each other in a program that JAX has compiled."""
+
+import re
+
+import jax
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def collectives(function, *args):
+    """How many of each kind there are in the compiled program, in loops and outside of them."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    inside, outside = {}, {}
+    for name, body in computations(text).items():
+        where = inside if name in loops(text) else outside
+        for kind in COLLECTIVES:
+            where[kind] = where.get(kind, 0) + len(re.findall(rf"\s{kind}(?:-start)?\(", body))
+    count = {kind: num for kind, num in outside.items() if num}
+    return count, {kind: num for kind, num in inside.items() if num}
+
+
+def computations(text):
+    """The computations of a program by name."""
+    return dict(re.findall(r"^(?:ENTRY )?%?([\w.\-]+) .*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
+
+
+def loops(text):
+    """All computations that a loop calls, directly or not."""
+    bodies = computations(text)
+    called = {
+        name: set(re.findall(r"(?:body|condition|to_apply|calls)=%?([\w.\-]+)", body)) for name, body in bodies.items()
+    }
+    found = set(re.findall(r"body=%?([\w.\-]+)", text))
+    while more := {name for one in found for name in called.get(one, ())} - found:
+        found |= more
+    return found

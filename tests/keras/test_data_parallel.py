@@ -1,0 +1,149 @@
+"""keras.distribution on the jax backend: each device works on its own part of the batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import distribution, layers, losses
+from keras.src.backend.jax.trainer import _distribute_data
+
+from bigbatch.keras import accumulate
+
+from ..collectives import collectives
+from .cases import gap, sgd
+
+SIZE = 24
+draw = np.random.default_rng(0)
+X, Y, WEIGHT = draw.normal(size=(SIZE, 3)), draw.normal(size=(SIZE, 2)), draw.uniform(0, 3, SIZE)
+WEIGHT[:6] = 0  # all that the first of four devices has
+TEXT = np.where(np.arange(8) < draw.integers(1, 9, (SIZE, 1)), draw.integers(1, 7, (SIZE, 8)), 0)
+
+
+@pytest.fixture(autouse=True)
+def one_device():
+    yield
+    distribution.set_distribution(None)
+
+
+def mlp(*between: Any) -> Any:
+    return keras.Sequential([keras.Input((3,)), layers.Dense(5, "tanh"), *between, layers.Dense(2)])
+
+
+def text() -> Any:
+    """With a mask that leaves another number of tokens on every device."""
+    embedding = layers.Embedding(7, 4, mask_zero=True)
+    return keras.Sequential([keras.Input((8,), dtype="int32"), embedding, layers.SimpleRNN(3, return_sequences=True)])
+
+
+def two_outputs() -> Any:
+    x = keras.Input((3,))
+    hidden = layers.Dense(4, "tanh")(x)
+    return keras.Model(x, {"a": layers.Dense(2)(hidden), "b": layers.Dense(1)(hidden)})
+
+
+def by_weight() -> Any:
+    return losses.MeanSquaredError(reduction="mean_with_sample_weight")
+
+
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
+    "mean": (mlp, {"x": X, "y": Y}, {"loss": "mse", "metrics": ["mae"]}),
+    "a sum": (mlp, {"x": X, "y": Y}, {"loss": lambda: losses.MeanSquaredError(reduction="sum")}),
+    "divided by the weights": (
+        mlp,
+        {"x": X, "y": Y, "sample_weight": WEIGHT},
+        {"loss": by_weight, "weighted_metrics": ["mae"]},
+    ),
+    "a mask": (text, {"x": TEXT, "y": draw.normal(size=(SIZE, 8, 3))}, {"loss": "mse", "metrics": ["mae"]}),
+    "two outputs": (two_outputs, {"x": X, "y": {"a": Y, "b": Y[:, :1]}}, {"loss": {"a": "mse", "b": "mae"}}),
+}
+
+
+def make(build: Callable[[], Any], micro_batch_size: int | None, **options: Any) -> Any:
+    keras.utils.set_random_seed(7)
+    model = build()
+    if micro_batch_size:
+        accumulate(model, micro_batch_size)
+    model.compile(sgd(), **{name: option() if callable(option) else option for name, option in options.items()})
+    return model
+
+
+def fit(name: str, micro_batch_size: int | None) -> tuple[Any, dict[str, list[float]]]:
+    build, data, options = CASES[name]
+    model = make(build, micro_batch_size, **options)
+    return model, model.fit(**data, batch_size=SIZE, epochs=2, shuffle=False, verbose=0).history
+
+
+def share(num_devices: int) -> None:
+    distribution.set_distribution(distribution.DataParallel(devices=distribution.list_devices()[:num_devices]))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "micro_batch_size"),
+    [("mean", 4, 20), ("a sum", 4, 3), ("divided by the weights", 4, 8), ("a mask", 4, 16), ("two outputs", 2, 11)],
+)
+@pytest.mark.usefixtures("float64")
+def test_exact(name: str, num_devices: int, micro_batch_size: int) -> None:
+    """Sizes that devices share evenly, with a rest, unevenly, and fewer than there are devices."""
+    plain = fit(name, None)
+    share(num_devices)
+    assert gap(fit(name, micro_batch_size), plain) < 1e-12
+
+
+def reductions(model: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Collectives of a step, outside of loops and inside."""
+    state = model._get_jax_state(True, True, True, True)
+    return collectives(model.train_step, state, _distribute_data((X, Y, None)))
+
+
+def test_one_reduction_outside_of_the_loop() -> None:
+    share(4)
+    model = make(lambda: mlp(layers.Dropout(0.5)), 8, loss="mse", metrics=["mae"])
+    model.train_on_batch(X, Y)
+    assert reductions(model) == ({"all-reduce": 1}, {})
+
+
+def fit_one_way(build: Callable[[], Any], x: Any = X, y: Any = Y) -> tuple[Any, dict[str, list[float]]]:
+    model = make(build, 8, loss="mse")
+    return model, model.fit(x, y, batch_size=SIZE, epochs=2, shuffle=False, verbose=0).history
+
+
+@pytest.mark.filterwarnings("ignore:1 BatchNormalization layer:bigbatch.BigBatchWarning")
+def test_batch_normalization_sees_whole_micro_batches() -> None:
+    """On all devices together; they have to talk in every micro-batch, but none of them gathers the batch."""
+
+    def build() -> Any:
+        return mlp(layers.BatchNormalization())
+
+    order = np.arange(SIZE).reshape(4, 3, 2).swapaxes(0, 1).ravel()  # a micro-batch takes 2 samples of each device
+    plain = fit_one_way(build, X[order], Y[order])
+    share(4)
+    ours = fit_one_way(build)
+    assert gap(ours, plain) < 1e-6
+    outside, inside = reductions(ours[0])
+    assert inside["all-reduce"] > 0
+    assert "all-gather" not in outside | inside
+
+
+def test_model_parallel() -> None:
+    plain = fit_one_way(mlp)
+    mesh = distribution.DeviceMesh((2, 2), ("batch", "model"), distribution.list_devices())
+    layout = distribution.LayoutMap(mesh)
+    layout["dense_1.*kernel"] = (None, "model")
+    distribution.set_distribution(distribution.ModelParallel(layout_map=layout, batch_dim_name="batch"))
+    assert gap(fit_one_way(mlp), plain) < 1e-6
+
+
+def test_no_two_devices_drop_the_same() -> None:
+    """With the same mask on all four, every gradient would be 0 or 2."""
+    share(4)
+    between = [layers.Dropout(0.5), layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+    model = accumulate(keras.Sequential([keras.Input((64,)), *between]), 4)
+    model.compile(keras.optimizers.SGD(1.0), loss=lambda y_true, y_pred: y_pred[:, 0] * 1.0)
+    for step in (1, 2):
+        before = model.get_weights()[0]
+        model.train_on_batch(np.ones((4, 64)), np.ones(4))
+        gradient = before - model.get_weights()[0]
+        assert set(np.unique(gradient)) > {0.5, 1.0}
+        assert model.layers[0].seed_generator.state.numpy()[1] == step
