@@ -44,6 +44,12 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"{len(unmade)} of {len(held)} parameters ({unmade[0]} first) are on the device meta, where they have no "
             'values: call model.to_empty(device="cpu") and load them before'
         )
+    # torch 2.13 marks parameters so; its hooks sit on nodes of the graph, where they cannot be set aside
+    if stepped := [name for name, p in model.named_parameters() if hasattr(p, "_in_backward_optimizers")]:
+        raise OptionError(
+            f"{len(stepped)} of {len(own)} parameters ({stepped[0]} first) are stepped in every backward pass by "
+            "_apply_optimizer_in_backward, so with every micro-batch: make the model without it"
+        )
 
 
 def check_scheduler(name: str, scheduler: Any) -> Any:

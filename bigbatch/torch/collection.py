@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..core.errors import GradientError
 from .arithmetic import Sums, plain
+from .hooks import SetAside, dicts_of
 from .precision import ALONE, num_users
 
 LAYOUTS = (torch.strided, torch.sparse_coo)
@@ -45,7 +46,9 @@ class Collection:
         self._seen: tuple[Tensor | None, int] = (None, 0)
 
     def begun(self) -> "Collection":
-        """With the sums in .grad."""
+        """With the sums in .grad, and without the hooks of parameters."""
+        if dicts_of(self.parameters):
+            self._undo.append(SetAside(self.parameters).put_back)
         for p, dtype in self._wide.items():
             self._undo.append(_widen(p, dtype, self._sums))
         for p, g in self._sums.items():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import GradientError
+from . import hooks
 from .arithmetic import Sums, plain
 from .collection import HAS_GRAD_DTYPE, Collection, clear, set_grad_dtype
 
@@ -118,6 +119,33 @@ class Gradients:
             yield
         finally:
             clear(self.parameters)
+            for undo in restore:
+                undo()
+
+    def have_hooks(self) -> bool:
+        return bool(hooks.dicts_of(self.parameters))
+
+    def run_hooks(self, sums: Sums) -> None:
+        """Runs the hooks of parameters on the finished gradient, those of the last parameter first.
+
+        That is the order of a backward pass. All gradients are in .grad meanwhile, wider than their parameter if the
+        sums are, and what is in .grad afterwards is the gradient: hooks may replace it, or set it to None.
+        """
+        parameters = self.parameters
+        restore = []
+        try:
+            while sums:
+                p, g = sums.popitem()
+                if g.dtype != p.dtype and HAS_GRAD_DTYPE:
+                    restore.append(set_grad_dtype(p, g.dtype))
+                p.grad = g if HAS_GRAD_DTYPE else g.to(p.dtype)
+            with torch.no_grad():
+                for p in reversed(parameters):
+                    if p.grad is not None:
+                        hooks.run(p, self.name(p))
+            sums.update((p, p.grad) for p in parameters if p.grad is not None)
+        finally:
+            clear(parameters)
             for undo in restore:
                 undo()
 

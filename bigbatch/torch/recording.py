@@ -208,11 +208,6 @@ class Pass:
                 f"(one of shape {tuple(alive[0].shape)} first), which cannot be captured: call requires_grad_(False) "
                 "on them, or give them to the optimizer"
             )
-        if hooked := [p for p in found if getattr(p, "_post_accumulate_grad_hooks", None)]:
-            raise CaptureError(
-                f"{len(hooked)} of {len(found)} parameters ({self._gradients.name(hooked[0])} first) have a hook that "
-                "is called after each gradient, which a captured pass would not do: remove it"
-            )
         if kept.has_drawn_on_host():
             raise CaptureError(
                 "the loss draws random numbers on the host, and a captured pass would not draw them anew: "

@@ -97,7 +97,7 @@ class Update:
     def _apply(
         self, sums: Sums, losses: Callable[[], Terms], agreement: Agreement, micro_batch_size: int | None
     ) -> Step:
-        """All that belongs to a step, once: unscale, check, clip, apply, schedule."""
+        """All that belongs to a step, once: unscale, run hooks, check, clip, apply, schedule."""
         has_weight = agreement.has_weight(self.reduction)
         terms = losses if has_weight else tuple(0.0 for _ in agreement.total)
         if has_weight and self._nonfinite.minds_losses:
@@ -131,12 +131,13 @@ class Update:
                 "compute it with the model whose parameters the optimizer holds"
             )
         try:
+            self._precision.unscale(self.optimizer, sums)
+            self._replicas.agree_on_overflow(self.scaler, self.optimizer)
+            self._run_hooks(sums)
             if self._need_not_wait(sums):
                 outcome = self._finish_on_device(sums)
                 self._precision.update()
                 return outcome
-            self._precision.unscale(self.optimizer, sums)
-            self._replicas.agree_on_overflow(self.scaler, self.optimizer)
             norm = arithmetic.norm(sums)
             place, is_overflow = self._not_finite(norm, sums, losses)
             if place is None:
@@ -153,6 +154,11 @@ class Update:
             raise
         finally:
             clear(self._gradients.parameters)
+
+    def _run_hooks(self, sums: Sums) -> None:
+        """Those of parameters. A gradient that overflowed is for the scaler, which skips the step whatever they do."""
+        if self._gradients.have_hooks() and (self.scaler is None or math.isfinite(arithmetic.norm(sums))):
+            self._gradients.run_hooks(sums)
 
     def _not_finite(self, norm: float, sums: Sums, losses: Callable[[], Terms]) -> tuple[str | None, bool]:
         """Where it is that something is not finite, if anywhere, and whether that is for a scaler to deal with."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -94,7 +95,8 @@ def test_overlap_is_kept(size: int) -> None:
     shared = work(size)
     inner: Any = make_model(shared.problem)
     model, order = data_parallel(inner)
-    inner[0].weight.register_hook(lambda gradient: order.append("first layer's gradient"))
+    node: Any = get_gradient_edge(inner[0].weight).node  # whose hooks run in every pass
+    node.register_prehook(lambda gradients: order.append("first layer's gradient"))
     accumulator = Accumulator(model, sgd(model), make_loss(shared.problem), micro_batch_size=4)
     batches = shared.own(dist.get_rank())
     accumulator.step(batches[0])

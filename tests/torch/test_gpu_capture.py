@@ -320,7 +320,15 @@ def add_hook(model: nn.Module, step: int) -> None:
         model[0].register_forward_hook(lambda module, args, output: output * 2)
 
 
-@pytest.mark.parametrize("change", [drop_out, freeze, evaluate, move, add_hook])
+def add_hooks_of_parameters(model: nn.Module, step: int) -> None:
+    """They are not recorded: the accumulator runs them, once a step."""
+    if step == 5:
+        for p in model.parameters():
+            p.register_hook(lambda g: g.clamp(-0.01, 0.01))
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.tanh()))
+
+
+@pytest.mark.parametrize("change", [drop_out, freeze, evaluate, move, add_hook, add_hooks_of_parameters])
 def test_what_changes_between_windows_is_seen(change: Callable[[nn.Module, int], None]) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)

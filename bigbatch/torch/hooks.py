@@ -1,0 +1,83 @@
+"""Hooks of parameters run once a step, on the finished gradient.
+
+That is those of `register_hook` and of `register_post_accumulate_grad_hook`. Torch calls them in every backward pass,
+where there is the gradient of one micro-batch, and clamp(a) + clamp(b) is not clamp(a + b). So they are set aside while
+the backward passes of a window add up.
+"""
+
+import weakref
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from ..core.errors import GradientError
+from .shards import is_sharded
+
+# Where torch (2.4 to 2.13) keeps them: a dict, or None. It is changed in place, because that is what the handles know.
+BEFORE = attrgetter("_backward_hooks")
+AFTER = attrgetter("_post_accumulate_grad_hooks")
+
+
+def dicts_of(parameters: Sequence[Tensor]) -> list[dict[int, Any]]:
+    """Where hooks of these parameters are; empty as a rule, so it has to be quick."""
+    return list(filter(None, chain(map(BEFORE, parameters), map(AFTER, parameters))))
+
+
+class Waiting:
+    """Stands in for a hook, and does nothing for as long as `passes` lives.
+
+    A weak reference: if Ctrl-C comes just before the hook is put back, this is as good as the hook.
+    """
+
+    def __init__(self, hook: Any, passes: Any) -> None:
+        self.hook: Any = hook.hook if isinstance(hook, Waiting) else hook
+        self._passes = weakref.ref(passes)
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._passes() is not None else self.hook(*args)
+
+
+class SetAside:
+    """The hooks of these parameters do nothing until `put_back` is called."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._dicts = dicts_of(parameters)
+        for hooks in self._dicts:
+            for key, hook in list(hooks.items()):
+                hooks[key] = Waiting(hook, self)
+
+    def put_back(self) -> None:
+        for hooks in self._dicts:
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, Waiting):
+                    hooks[key] = hook.hook
+
+
+def run(parameter: Tensor, name: str) -> None:
+    """Runs the hooks of a parameter on its .grad, as a backward pass does.
+
+    Torch does not call `register_hook` for parameters of fully_shard (2.13), whose backward passes never reach the
+    sharded parameter itself.
+    """
+    for hook in [] if is_sharded(parameter) else list((BEFORE(parameter) or {}).values()):
+        gradient = parameter.grad
+        found = hook(gradient)
+        if found is None:
+            continue
+        if not isinstance(found, Tensor) or found.shape != parameter.shape:
+            kind = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
+            raise GradientError(
+                f"a hook of {name} returned something of {kind} in place of a gradient of shape "
+                f"{tuple(parameter.shape)}: return a tensor of the same shape, or None"
+            )
+        assert gradient is not None
+        parameter.grad = found.to(gradient.dtype)
+    for hook in list((AFTER(parameter) or {}).values()):
+        if parameter.grad is not None and (found := hook(parameter)) is not None:
+            raise GradientError(
+                f"a post-accumulate hook of {name} returned a {type(found).__name__}: return None, and change .grad "
+                "of the parameter instead"
+            )

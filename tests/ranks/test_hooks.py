@@ -1,0 +1,79 @@
+"""Hooks of parameters see the gradient of all ranks, once a step."""
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bigbatch.torch import Accumulator
+from tests.torch.training import flat, make_loss, make_model, sgd
+
+from .shared import FEED, MICRO_BATCH_SIZE, Work, error_of, whole, wrapped
+
+
+def clamp(p: Tensor) -> None:
+    p.grad.clamp_(-0.01, 0.01)
+
+
+def add_hooks(model: nn.Module, *, is_before: bool) -> list[int]:
+    seen: list[int] = []
+    for p in model.parameters():
+        if is_before:
+            p.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        else:
+            p.register_post_accumulate_grad_hook(clamp)
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: seen.append(1))
+    return seen
+
+
+def train_whole(work: Work) -> Tensor:
+    model = make_model(work.problem)
+    add_hooks(model, is_before=True)
+    before, optimizer = flat(model), sgd(model)
+    for batch in work.batches:
+        optimizer.zero_grad()
+        make_loss(work.problem)(model, batch).backward()
+        optimizer.step()
+    return flat(model) - before
+
+
+CASES = [
+    ("ddp", True, "batch"),
+    ("ddp", False, "micro_batch"),
+    ("ddp, small buckets", True, "window"),
+    ("ddp, buckets as views", False, "batch"),
+    ("ddp, buckets as views", True, "micro_batch"),
+    ("fsdp, window", False, "batch"),
+    ("fsdp, micro_batch", False, "window"),
+    ("fsdp, micro_batch", False, "batch"),
+]
+
+
+@pytest.mark.parametrize(("wrap", "is_before", "way"), CASES)
+def test_hooks_act_on_the_gradient_of_all_ranks(rank: int, size: int, wrap: str, is_before: bool, way: str) -> None:
+    work = Work("samples", [[9 if rank % 2 else 6 for rank in range(size)], [5] * size])
+    model = make_model(work.problem)
+    before = flat(model)
+    model, how = wrapped(model, wrap)
+    seen = add_hooks(model, is_before=is_before)
+    accumulator = Accumulator(
+        model, sgd(model), make_loss(work.problem), MICRO_BATCH_SIZE, accumulation_steps=1000, **how
+    )
+    for part in work.own(dist.get_rank()):
+        FEED[way](accumulator, part, work)
+    assert error_of(whole(model) - before, train_whole(work)) <= 1e-12
+    assert len(seen) == 2
+
+
+def test_torch_does_not_call_hooks_of_tensors_for_sharded_parameters(rank: int, size: int) -> None:
+    """So bigbatch does not either. Once torch does, `hooks.run` should."""
+    work = Work("samples", [[5] * size])
+    model, how = wrapped(make_model(work.problem), "fsdp, window")
+    seen = []
+    for p in model.parameters():
+        p.register_hook(lambda g: seen.append(1))
+    part = work.own(rank)[0]
+    make_loss(work.problem)(model, part).backward()
+    assert not seen
+    model.zero_grad()
+    assert Accumulator(model, sgd(model), make_loss(work.problem), 2, **how).step(part).is_applied
+    assert not seen
