@@ -39,9 +39,7 @@ class Trial:
             self.has_dropout = True
             self.draws = self._draws()
             self.has_dropout = not self.draws
-        self.is_explained = False
-        self.is_mix = self.draws
-        """Whether the whole batch is taken micro-batch by micro-batch."""
+        self.is_explained = self.is_quiet = False
 
     def _cut(self, run: Run) -> list[Arrays]:
         run.look((self.parameters,))
@@ -55,7 +53,9 @@ class Trial:
         return any(not np.array_equal(a, b, equal_nan=True) for a, b in found)
 
     def full(self) -> Gradient:
-        found = self._mix(self.run, self.micro_batches) if self.is_mix else self._of(self.arrays)
+        if self.is_quiet:
+            return self.accumulated()
+        found = self._mix(self.run, self.micro_batches) if self.draws else self._of(self.arrays)
         if not any(map(np.any, found.values())):
             raise LossError(
                 "the gradient of the whole batch is zero everywhere, so nothing can be compared: compute the loss with "
@@ -146,6 +146,12 @@ class Trial:
             for cut, cause in (self._cut_too(), self._cut_along_axis_1())
             if cut is not None and total_error_of(full, cut) < 1e-3 * gap
         ]
+        if not causes and self._is_bent(full):
+            causes.append(
+                "the gradient of twice the loss is not twice the gradient: something in the backward pass, such as a "
+                "custom_vjp that clips, depends on the size of what it is given, and a sample's part in a micro-batch "
+                "is larger than in the whole batch; clip the finished gradient instead (optax.clip)"
+            )
         if not causes and not self.draws and not self.has_dropout and self._draws_inside():
             causes = [
                 "the loss draws random numbers with a key that is not among its arguments, so each micro-batch draws "
@@ -183,6 +189,11 @@ class Trial:
         )
         return self._or_none(mix), cause
 
+    def _is_bent(self, full: Gradient) -> bool:
+        """Whether the backward pass is not linear."""
+        twice = {name: 2 * g for name, g in full.items()}
+        return total_error_of(twice, self._of(self.arrays, 2.0)) > 1e-4
+
     def _draws_inside(self) -> bool:
         def is_drawing(jaxpr: Any) -> bool:
             return any(eqn.primitive.name in DRAWING or any(map(is_drawing, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
@@ -202,14 +213,14 @@ class Trial:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Inside, a cause that was told is out of the way: the whole batch is taken micro-batch by micro-batch."""
-        self.is_mix = self.draws or self.is_explained
+        """Inside, a difference that layer_causes explained is out of the way."""
+        self.is_quiet = self.is_explained
         yield
-        self.is_mix = self.draws
+        self.is_quiet = False
 
-    def _of(self, arrays: Arrays) -> Gradient:
+    def _of(self, arrays: Arrays, scale: float = 1.0) -> Gradient:
         with self._settled():
-            found = jax.jit(jax.grad(lambda p: sum(self.run.loss((p,), arrays)[0])))(self.parameters)
+            found = jax.jit(jax.grad(lambda p: scale * sum(self.run.loss((p,), arrays)[0])))(self.parameters)
         return self._named(found)
 
     def _settled(self) -> AbstractContextManager[Any]:

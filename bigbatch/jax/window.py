@@ -113,11 +113,12 @@ class Run:
             return self.trace(parameters, micro_batch, num_samples)
 
         num_all = self.num_samples * (lax.axis_size(self.axes) if self.axes else 1)
-        if self.size < num_all:
+        is_cut = self.size < num_all
+        if is_cut:
             for num in {self.num_samples, num_all}:
                 check_uncut(self.form, self.arrays, num, trace)
         self.terms_like, self.aux_like = jax.eval_shape(self.loss, parameters, micro_batch)
-        if self.size < self.num_samples:
+        if is_cut:
             warn_if_recurrent(lambda size: trace(size).jaxpr.jaxpr, self.size)
         terms = self.terms_like
         if not terms:

@@ -67,6 +67,18 @@ def test_a_scan_over_time_is_told(loss, compiled):
     assert gap(found, jax.value_and_grad(loss)(params, batch)) > 1e-3
 
 
+@pytest.mark.parametrize("size", [4, 12])
+def test_devices_that_share_time(size):
+    """Each has a part of every sequence, also where none is cut further."""
+    mesh = jax.make_mesh((4,), ("data",))
+    spread = jax.device_put(SEQUENCES, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+    with pytest.warns(BigBatchWarning, match="scans over the leading axis"):
+        value_and_grad(remembered, size)(WEIGHT, spread)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        value_and_grad(mapped, size)(WEIGHT, spread)
+
+
 def mapped(params, x):
     return lax.map(lambda sample: jnp.tanh(sample @ params["w"]).mean() ** 2, x).mean()
 

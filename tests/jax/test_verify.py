@@ -279,7 +279,7 @@ def draws_inside(draw):
     [
         lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape),
         lambda x: x + jax.random.normal(jax.random.PRNGKey(3), x.shape),
-        lambda x: jax.lax.cond(x[0, 0] > 5, lambda x: x, lambda x: x * jax.random.normal(jax.random.key(1), x.shape), x),
+        lambda x: jax.lax.cond(x[0, 0] > 5, lambda: x, lambda: x * jax.random.normal(jax.random.key(1), x.shape)),
         lambda x: x[:, jax.random.permutation(jax.random.key(len(x)), 64)],
     ],
     ids=["dropout", "raw key", "in a branch", "by size"],
@@ -296,3 +296,33 @@ def test_draws_that_every_sample_shares_are_exact():
     found = verify(classifier(), BATCH, draws_inside(lambda x: x * jax.random.normal(jax.random.key(0), (64,))), 4)
     assert found.is_exact
     assert not found.causes
+
+
+def bent(change):
+    """The identity, with this done to the gradient that comes back."""
+    function = jax.custom_vjp(lambda x: x)
+    function.defvjp(lambda x: (x, None), lambda _, gradient: (change(gradient),))
+    return function
+
+
+@pytest.mark.parametrize(
+    "change", [lambda g: jnp.clip(g, -1e-3, 1e-3), jnp.sign, lambda g: g / (1e-9 + jnp.linalg.norm(g))]
+)
+def test_a_backward_pass_that_is_not_linear(change):
+    found = verify(classifier(), BATCH, draws_inside(lambda x: x), 4)
+    assert found.is_exact
+
+    def loss(params, batch):
+        return samples_loss({**params, "second": jax.tree.map(bent(change), params["second"])}, batch)
+
+    found = verify(classifier(), BATCH, loss, 4)
+    assert not found.is_exact
+    assert len(found.causes) == 1
+    assert "custom_vjp that clips" in found.causes[0]
+
+
+def test_a_backward_pass_that_is_linear():
+    def loss(params, batch):
+        return samples_loss(jax.tree.map(bent(lambda g: 0.1 * g), params), batch)
+
+    assert verify(classifier(), BATCH, loss, 4).is_exact
