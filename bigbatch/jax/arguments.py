@@ -40,12 +40,22 @@ class Form:
 
     def bind(self, parameters: tuple[Any, ...], arrays: Arrays) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments to call the loss with."""
-        left = {role: iter(getattr(arrays, name)) for role, name in NAMES.items()}
-        left["static"] = (static.value for static in self.statics)
-        args, kwargs = jax.tree.unflatten(self.structure, [next(left[role]) for role in self.roles])
+        args, kwargs = self.fill(arrays)
         for number, parameter in zip(self.argnums, parameters, strict=True):
             args[number] = parameter
         return tuple(args), kwargs
+
+    def fill(self, arrays: Arrays) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments, without the parameters."""
+        left = {role: iter(getattr(arrays, name)) for role, name in NAMES.items()}
+        left["static"] = (static.value for static in self.statics)
+        args, kwargs = jax.tree.unflatten(self.structure, [next(left[role]) for role in self.roles])
+        return args, kwargs
+
+    def leaves(self, arrays: Arrays) -> list[tuple[Any, Role, Any]]:
+        """Where each leaf of the arguments is, its role, and itself."""
+        leaves = jax.tree.leaves_with_path(self.fill(arrays), is_leaf=lambda leaf: isinstance(leaf, JAXSparse))
+        return [(path, role, leaf) for (path, leaf), role in zip(leaves, self.roles, strict=True)]
 
     def batch(self, arrays: Arrays) -> tuple[Any, ...]:
         """The arguments that are cut, in their order."""

@@ -78,14 +78,15 @@ def guess(rows: Sequence[Any], micro_batch_size: int) -> Placement | None:
 
 def names_axes(jaxpr: Any) -> bool:
     """Whether a traced function says itself how something is spread, as in a sharding constraint."""
+    return any(eqn.primitive.name in SPREADING or any(map(names_axes, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
 
-    def inner(equation: Any) -> Iterator[Any]:
-        for value in equation.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                if (found := getattr(part, "jaxpr", part)) is not None and hasattr(found, "eqns"):
-                    yield found
 
-    return any(eqn.primitive.name in SPREADING or any(map(names_axes, inner(eqn))) for eqn in jaxpr.eqns)
+def inner_jaxprs(equation: Any) -> Iterator[Any]:
+    """The functions that an equation calls: the body of a loop, the branches of a cond."""
+    for value in equation.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if (found := getattr(part, "jaxpr", part)) is not None and hasattr(found, "eqns"):
+                yield found
 
 
 def as_placement(sharding: Any) -> Placement | None:

@@ -45,6 +45,9 @@ class MultiStepsState(NamedTuple):
 class MultiSteps(optax.GradientTransformationExtraArgs):
     """What `multi_steps` returns: `init` and `update` as in optax, and `flush`."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise OptionError(f"{name} cannot be changed after the optimizer was made: call multi_steps() again")
+
     def flush(self, state: MultiStepsState, params: Any = None, **extra: Any) -> tuple[Any, MultiStepsState]:
         """Ends the window that is open, however short; nothing changes, and the updates are zeros, if none is.
 
@@ -53,7 +56,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         The same as `update` with gradients and a weight of zero and flush=True, which is for optimizers inside of
         others (optax.chain), where there is no `flush`.
         """
-        nothing = jax.tree.map(jnp.zeros_like, state.sums if params is None else params)
+        nothing = jax.tree.map(jnp.zeros_like, state.sums if params is None else _trained(params))
         return self.update(nothing, state, params, **{"value": 0.0, "grad": nothing, **extra}, weight=0, flush=True)
 
 
@@ -102,7 +105,7 @@ def multi_steps(
             micro_step=jnp.zeros([], jnp.int32),
             weight=jnp.zeros([], float),
             value=jnp.zeros([], float),
-            sums=jax.tree.map(lambda p: jnp.zeros_like(p, _wide(p)), params),
+            sums=jax.tree.map(lambda p: jnp.zeros_like(p, _wide(p)), _trained(params)),
             inner_state=inner.init(params),
             is_applied=jnp.zeros([], bool),
             num_skipped=jnp.zeros([], jnp.int32),
@@ -179,6 +182,11 @@ def multi_steps(
     return MultiSteps(init, update)
 
 
+def _trained(params: Any) -> Any:
+    """The parameters that gradients are taken of: optax.lookahead has slow ones beside them."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
 def _begun(state: MultiStepsState, is_going_on: jax.Array) -> MultiStepsState:
     """The state, without what the window before left in it."""
     weight, value, sums = jax.tree.map(
@@ -234,7 +242,8 @@ def _weight_of(weight: Any, reduction: Reduction) -> jax.Array:
     if weight is None and reduction == "mean":
         raise OptionError(
             "update() needs weight=…: over how many samples or tokens the loss is a mean; "
-            "weight=1 if that is the same for all micro-batches"
+            "weight=1 if that is the same for all micro-batches; Flax's TrainState.apply_gradients does not pass it "
+            "on, docs/jax.md shows a TrainState that does"
         )
     if isinstance(weight, tuple | list):
         raise WeightError(

@@ -1,6 +1,6 @@
 """The parameters and a batch in float64, and the ways to take the gradient."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -8,13 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.audit import Gradient, Loop
+from ..core.audit import Gradient, Loop, total_error_of
 from ..core.diagnosis import Array
+from ..core.errors import GradientError, LossError
 from ..core.weight import scales, totals
 from ..core.window import cuts
 from .arguments import Arrays, Form, num_rows
 from .keys import for_micro_batch, for_samples
+from .mesh import inner_jaxprs
+from .uncut import cut_too, names_of_uncut
 from .window import Run, Window
+
+DRAWING = ("random_bits", "threefry2x32", "rng_bit_generator")
 
 
 class Trial:
@@ -27,15 +32,19 @@ class Trial:
         self.parameters = parameters
         self.arrays = arrays
         self.run = Run(window, form, arrays)
-        self.run.look((parameters,))
-        sizes = [part.stop - part.start for part in cuts(num_rows(arrays), self.run.size)]
-        self.micro_batches = [self.run.micro_batch(number, size) for number, size in enumerate(sizes)]
+        self.micro_batches = self._cut(self.run)
         self.has_dropout = False
-        self.draws = len(sizes) > 1 and self._draws()
+        self.draws = len(self.micro_batches) > 1 and bool(arrays.keys) and self._draws()
         if self.draws:
             self.has_dropout = True
             self.draws = self._draws()
             self.has_dropout = not self.draws
+        self.is_explained = self.is_quiet = False
+
+    def _cut(self, run: Run) -> list[Arrays]:
+        run.look((self.parameters,))
+        sizes = [part.stop - part.start for part in cuts(num_rows(run.arrays), run.size)]
+        return [run.micro_batch(number, size) for number, size in enumerate(sizes)]
 
     def _draws(self) -> bool:
         """Whether another key gives another gradient."""
@@ -44,19 +53,30 @@ class Trial:
         return any(not np.array_equal(a, b, equal_nan=True) for a, b in found)
 
     def full(self) -> Gradient:
-        if not self.draws:
-            return self._of(self.arrays)
-        right = self.right_scales()
+        if self.is_quiet:
+            return self.accumulated()
+        found = self._mix(self.run, self.micro_batches) if self.draws else self._of(self.arrays)
+        if not any(map(np.any, found.values())):
+            raise LossError(
+                "the gradient of the whole batch is zero everywhere, so nothing can be compared: compute the loss with "
+                "the parameters it is given"
+            )
+        return found
+
+    def _mix(self, run: Run, micro_batches: list[Arrays]) -> Gradient:
+        """The gradient of the weighted mean of the losses of these micro-batches, as one function."""
+        right = self._scales(run, micro_batches)
 
         def loss(parameters: Any) -> Any:
             return sum(
                 scale * term
-                for micro_batch, row in zip(self.micro_batches, right, strict=True)
-                for term, scale in zip(self.run.loss((parameters,), micro_batch)[0], row, strict=True)
+                for micro_batch, row in zip(micro_batches, right, strict=True)
+                for term, scale in zip(run.loss((parameters,), micro_batch)[0], row, strict=True)
                 if scale
             )
 
-        return self._named(jax.jit(jax.grad(loss))(self.parameters))
+        with self._settled():
+            return self._named(jax.jit(jax.grad(loss))(self.parameters))
 
     def accumulated(self) -> Gradient:
         with self._settled():
@@ -67,18 +87,39 @@ class Trial:
         return self._of(self.micro_batches[number])
 
     def by_loop(self, loop: Loop) -> tuple[Gradient, Gradient]:
-        batches = [self.run.form.batch(micro_batch) for micro_batch in self.micro_batches]
-        given = [batch[0] if len(batch) == 1 else batch for batch in batches]
-        first, again = (self._named(loop(self.parameters, given)) for _ in range(2))
-        return first, again
+        def once() -> Gradient:  # on copies, since a loop may pop from a dict, or donate what it is given
+            parameters, micro_batches = jax.tree.map(jnp.array, (self.parameters, self.micro_batches))
+            batches = [self.run.form.batch(micro_batch) for micro_batch in micro_batches]
+            found = loop(parameters, [batch[0] if len(batch) == 1 else batch for batch in batches])
+            self._check_found(found)
+            return self._named(found)
+
+        return once(), once()
+
+    def _check_found(self, found: Any) -> None:
+        remedy = "return the gradient of the window with respect to the parameters, in their form"
+        ours, theirs = jax.tree.structure(self.parameters), jax.tree.structure(found)
+        if ours != theirs:
+            raise GradientError(f"step returned {theirs} but the parameters are {ours}: {remedy}")
+        for parameter, (path, leaf) in zip(
+            jax.tree.leaves(self.parameters), jax.tree.leaves_with_path(found), strict=True
+        ):
+            if jnp.shape(parameter) != jnp.shape(leaf):
+                raise GradientError(
+                    f"step returned the shape {jnp.shape(leaf)} for {name_of(path)} of shape {jnp.shape(parameter)}: "
+                    f"{remedy}"
+                )
 
     def right_scales(self) -> Array:
-        weights = [self._weights_of(micro_batch) for micro_batch in self.micro_batches]
+        return self._scales(self.run, self.micro_batches)
+
+    def _scales(self, run: Run, micro_batches: list[Arrays]) -> Array:
+        weights = [self._weights_of(run, micro_batch) for micro_batch in micro_batches]
         total = totals(weights)
         return np.array([scales(weight, total, self.reduction) for weight in weights])
 
-    def _weights_of(self, micro_batch: Arrays) -> tuple[float, ...]:
-        found = self.run.weights(micro_batch) or (num_rows(micro_batch),) * self.run.num_terms
+    def _weights_of(self, run: Run, micro_batch: Arrays) -> tuple[float, ...]:
+        found = run.weights(micro_batch) or (num_rows(micro_batch),) * run.num_terms
         return tuple(map(float, found))
 
     def notes(self) -> list[str]:
@@ -97,17 +138,89 @@ class Trial:
         return []
 
     def layer_causes(self) -> list[str]:
-        return []
+        """What is cut wrongly. A cause is told if the gradient is right without it."""
+        full = self._of(self.arrays)
+        gap = total_error_of(full, self.accumulated())
+        causes = [
+            cause
+            for cut, cause in (self._cut_too(), self._cut_along_axis_1())
+            if cut is not None and total_error_of(full, cut) < 1e-3 * gap
+        ]
+        if not causes and self._is_bent(full):
+            causes.append(
+                "the gradient of twice the loss is not twice the gradient: something in the backward pass, such as a "
+                "custom_vjp that clips, depends on the size of what it is given, and a sample's part in a micro-batch "
+                "is larger than in the whole batch; clip the finished gradient instead (optax.clip)"
+            )
+        if not causes and not self.draws and not self.has_dropout and self._draws_inside():
+            causes = [
+                "the loss draws random numbers with a key that is not among its arguments, so each micro-batch draws "
+                "the same numbers, and the whole batch draws others: pass the key as an argument"
+            ]
+        self.is_explained = bool(causes)
+        return causes
+
+    def _cut_too(self) -> tuple[Gradient | None, str]:
+        """With the arrays that go whole, and have as many rows as the batch, as part of the batch."""
+        num = num_rows(self.arrays)
+        if not (names := names_of_uncut(self.run.form, self.arrays, num)):
+            return None, ""
+        form, arrays = cut_too(self.run.form, self.arrays, num)
+        run = Run(self.run.window, form, arrays)
+        cause = f"{names[0]} goes whole to every micro-batch, but is part of the batch: pass it by position"
+        return self._or_none(lambda: self._mix(run, self._cut(run))), cause
+
+    def _cut_along_axis_1(self) -> tuple[Gradient | None, str]:
+        rows = self.arrays.rows
+        if any(row.ndim < 2 for row in rows) or len({row.shape[1] for row in rows}) > 1 or rows[0].shape[1] < 2:
+            return None, ""
+        parts = cuts(rows[0].shape[1], max(1, rows[0].shape[1] // 2))
+        pieces = [self.arrays._replace(rows=[row[:, part] for row in rows]) for part in parts]
+        sizes = [part.stop - part.start for part in parts]
+
+        def mix() -> Gradient:
+            by_samples = np.array(sizes) / (sum(sizes) if self.reduction == "mean" else 1)
+            found = [self._of(piece) for piece in pieces]
+            return {name: sum(g[name] * w for g, w in zip(found, by_samples, strict=True)) for name in found[0]}
+
+        cause = (
+            "the leading axis of the batch, which is cut, is probably time, and its second axis the samples: cut along "
+            "the second axis the gradient is right; put the samples first, and swap the axes in the loss"
+        )
+        return self._or_none(mix), cause
+
+    def _is_bent(self, full: Gradient) -> bool:
+        """Whether the backward pass is not linear."""
+        twice = {name: 2 * g for name, g in full.items()}
+        return total_error_of(twice, self._of(self.arrays, 2.0)) > 1e-4
+
+    def _draws_inside(self) -> bool:
+        def is_drawing(jaxpr: Any) -> bool:
+            return any(eqn.primitive.name in DRAWING or any(map(is_drawing, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+
+        loss = jax.make_jaxpr(lambda parameters: self.run.loss((parameters,), self.arrays)[0])
+        return is_drawing(loss(self.parameters).jaxpr)
+
+    def _or_none(self, gradient: Callable[[], Gradient]) -> Gradient | None:
+        try:
+            return gradient()
+        except Exception:  # a loss that cannot be cut so
+            return None
+
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        yield
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
+        """Inside, a difference that layer_causes explained is out of the way."""
+        self.is_quiet = self.is_explained
         yield
+        self.is_quiet = False
 
-    without_dropout = quiet
-
-    def _of(self, arrays: Arrays) -> Gradient:
+    def _of(self, arrays: Arrays, scale: float = 1.0) -> Gradient:
         with self._settled():
-            found = jax.jit(jax.grad(lambda p: sum(self.run.loss((p,), arrays)[0])))(self.parameters)
+            found = jax.jit(jax.grad(lambda p: scale * sum(self.run.loss((p,), arrays)[0])))(self.parameters)
         return self._named(found)
 
     def _settled(self) -> AbstractContextManager[Any]:

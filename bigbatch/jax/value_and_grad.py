@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..core.errors import BatchError, OptionError
+from ..core.errors import OptionError
 from ..core.weight import Reduction, check_reduction
-from ..core.window import check_lists, positive
+from ..core.window import positive
 from .arguments import Arrays, Form, as_numbers, is_traced, num_rows, take_apart
 from .keys import Rng, for_samples
 from .mesh import (
@@ -91,9 +91,6 @@ def value_and_grad(
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         form, parameters, arrays = take_apart(args, kwargs, numbers, cut_numbers)
         check_parameters(parameters)
-        if micro_batch_size == 1 and batch_argnums is None:
-            check_kept_whole(arrays)
-            check_lists(args, num_rows(arrays))
         placement, inside = None, given
         if current_mesh().manual_axes:
             inside = axes_inside(parameters, arrays.rows) if given is None else given
@@ -172,16 +169,6 @@ def check_parameters(parameters: Any) -> None:
                 f"the parameters hold an array of {jnp.result_type(leaf)}, by which nobody can differentiate: leave it "
                 "out, or pass it by keyword"
             )
-
-
-def check_kept_whole(arrays: Arrays) -> None:
-    """With micro-batches of one, an array of the batch that was not cut would be broadcast without a word."""
-    num = num_rows(arrays)
-    if num > 1 and any(jnp.shape(leaf)[:1] == (num,) for leaf in arrays.whole):
-        raise BatchError(
-            f"an array that goes whole to every micro-batch has {num} rows, as many as the batch: pass it by position "
-            "if it is part of the batch, or name the batch with batch_argnums if it is not"
-        )
 
 
 def compute(

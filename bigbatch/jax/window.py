@@ -14,6 +14,8 @@ from .arguments import Arrays, Form, checked_weight, num_rows
 from .keys import Rng, for_micro_batch
 from .mesh import Axes, Shard, vary, varying
 from .outputs import Asked, Combine, combine
+from .time_major import warn_if_recurrent
+from .uncut import check_uncut
 
 Loss = Callable[..., Any]
 Body = Callable[[Any, Any, int], tuple[Any, list[Any]]]
@@ -106,32 +108,46 @@ class Run:
     def look(self, parameters: Any) -> None:
         """What the loss returns, from a trace that never runs."""
         micro_batch = self.micro_batch(0, self.size)
+
+        def trace(num_samples: int) -> Any:
+            return self.trace(parameters, micro_batch, num_samples)
+
+        num_all = self.num_samples * (lax.axis_size(self.axes) if self.axes else 1)
+        is_cut = self.size < num_all
+        if is_cut:
+            for num in {self.num_samples, num_all}:
+                check_uncut(self.form, self.arrays, num, trace)
         self.terms_like, self.aux_like = jax.eval_shape(self.loss, parameters, micro_batch)
+        if is_cut:
+            warn_if_recurrent(lambda size: trace(size).jaxpr.jaxpr, self.size)
         terms = self.terms_like
         if not terms:
             raise LossError("the loss returned 0 terms: return a mean over the micro-batch, or a tuple of them")
         for term in terms:
             if not hasattr(term, "shape") or term.shape or not jnp.issubdtype(term.dtype, jnp.floating):
                 raise LossError(
-                    f"the loss returned {term}: return a mean over the micro-batch, a real scalar, or a tuple of them"
+                    f"the loss returned {described(term)}: return a mean over the micro-batch, a real scalar, or a "
+                    "tuple of them; or (loss, aux) with has_aux=True"
                 )
         self.check_unreduced(terms)
         self.num_terms = len(terms)
         self.terms_dtype = jnp.result_type(*(term.dtype for term in terms))
         self.dtype = jnp.promote_types(self.terms_dtype, jnp.float32)
-        of_more = self.aux_of_more(parameters, micro_batch)
+        of_more = trace(2 * self.size).out_info[1] if self.window.has_aux else None
         self.combine: Combine = combine(self.window.aux, self.aux_like, of_more, self.size)
         self.has_totals = self.window.weight is not None and self.num_terms > 1 and self.window.reduction == "mean"
         self.is_divided = self.window.reduction == "mean" and not self.has_totals
         weights = jax.eval_shape(lambda: [jnp.asarray(weight) for weight in self.weights(micro_batch)])
         self.weights_vary = varying(weights) | set(self.axes)
 
-    def aux_of_more(self, parameters: Any, micro_batch: Arrays) -> Any:
-        """The shapes of aux for twice as many samples."""
-        if not self.window.has_aux:
-            return None
-        rows = [jax.ShapeDtypeStruct((2 * self.size, *row.shape[1:]), row.dtype) for row in self.arrays.rows]
-        return jax.eval_shape(lambda rows: self.loss(parameters, micro_batch._replace(rows=rows)), rows)[1]
+    def trace(self, parameters: Any, micro_batch: Arrays, num_samples: int) -> Any:
+        """The loss traced with so many samples."""
+
+        def loss(parameters: Any, rows: list[Any]) -> Any:
+            return self.loss(parameters, micro_batch._replace(rows=rows))
+
+        rows = [jax.ShapeDtypeStruct((num_samples, *row.shape[1:]), row.dtype) for row in self.arrays.rows]
+        return jax.jit(loss).trace(parameters, rows)
 
     def totals(self) -> tuple[Any, ...]:
         """The total weight of each term; where there are several, each is divided by its own before it is added."""
@@ -273,6 +289,11 @@ class Run:
             for leaf, (like, way) in zip(sums.aux, self.combine.added(self.aux_like), strict=True)
         ]
         return Result(value.astype(self.terms_dtype), gradient, rows, added)
+
+
+def described(value: Any) -> Any:
+    """Arrays as JAX writes them in its own messages: float32[8,2]."""
+    return jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", value)
 
 
 def plus(sums: Any, found: Any) -> Any:

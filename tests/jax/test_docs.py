@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bigbatch.jax import value_and_grad
+from bigbatch.jax import multi_steps, value_and_grad
 from tests.problems import samples
 
 from .training import classifier, logits_of
@@ -56,6 +56,7 @@ def what_the_reader_has():
         "cross_entropy": cross_entropy,
         "cross_entropies": cross_entropies,
         "dropout": dropout,
+        "multi_steps": multi_steps,
         "value_and_grad": value_and_grad,
         "step_gradient": value_and_grad(loss, 8),
     }

@@ -12,6 +12,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from bigbatch import OptionError
 from bigbatch.jax import multi_steps
 
 from .feeding import apart, cut, feed, loss, make_params, seven, train_fed, train_full, value_and_grad, weight
@@ -303,6 +304,73 @@ def test_train_state_of_linen() -> None:
     for micro_batch in cut(batch, 2):
         state = train(state, micro_batch)
     assert_same(state.params, train_full(optax.sgd(0.5), params, [batch]), params)
+
+
+class PassesOn(TrainState):
+    """As in docs/jax.md."""
+
+    def apply_gradients(self, *, grads: Any, **extra: Any) -> Any:
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params, **extra)
+        params = optax.apply_updates(self.params, updates)
+        return self.replace(step=self.step + opt_state.is_applied, params=params, opt_state=opt_state)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_train_state_of_flax_that_passes_the_weight_on(compiled: bool) -> None:
+    params, batches = make_params(), seven(2)
+    state = PassesOn.create(apply_fn=loss, params=params, tx=multi_steps(optax.adam(0.1), 5))
+
+    def train(state: Any, micro_batch: Any, weight: Any) -> Any:
+        return state.apply_gradients(grads=jax.grad(loss)(state.params, micro_batch), weight=weight)
+
+    train = jax.jit(train) if compiled else train
+    for batch in batches:  # windows of four, each ended by hand
+        for micro_batch in cut(batch, 2):
+            state = train(state, micro_batch, weight(micro_batch))
+        nothing = jax.tree.map(jnp.zeros_like, params)
+        state = state.apply_gradients(grads=nothing, weight=0, flush=True)
+    full = train_full(optax.adam(0.1), params, batches)
+    assert_same(state.params, full, params)
+    assert state.step == 2
+    equal, naive = PassesOn.create(apply_fn=loss, params=params, tx=multi_steps(optax.adam(0.1), 4)), 1
+    for micro_batch in (part for batch in batches for part in cut(batch, 2)):
+        equal = train(equal, micro_batch, naive)
+    assert apart(equal.params, full, params) > 1e-4
+
+
+def test_train_state_of_flax_is_named_where_the_weight_is_missing() -> None:
+    params = make_params()
+    state = TrainState.create(apply_fn=loss, params=params, tx=multi_steps(optax.adam(0.1), 4))
+    with pytest.raises(OptionError, match=r"needs weight.*TrainState\.apply_gradients does not pass it on"):
+        state.apply_gradients(grads=params, weight=8)
+
+
+@pytest.mark.parametrize("is_flushed", [False, True])
+def test_lookahead(is_flushed: bool) -> None:
+    """Its gradients are those of the fast parameters, of which it has slow ones beside."""
+    inner, batches = optax.lookahead(optax.adam(0.1), sync_period=2, slow_step_size=0.5), seven(3)
+    start = optax.LookaheadParams.init_synced(make_params())
+
+    def trained(tx: Any, num_micro_batches: int) -> Any:
+        params, state = start, tx.init(start)
+        for batch in batches:
+            for part in cut(batch, num_micro_batches):
+                extra = {"weight": weight(part)} if tx is not inner else {}
+                updates, state = jax.jit(tx.update)(jax.grad(loss)(params.fast, part), state, params, **extra)
+                params = optax.apply_updates(params, updates)
+            if is_flushed and tx is not inner:
+                updates, state = tx.flush(state, params)
+                params = optax.apply_updates(params, updates)
+        return params
+
+    assert_same(trained(multi_steps(inner, 9 if is_flushed else 4), 2), trained(inner, 7), start)
+
+
+def test_options_set_later_are_refused() -> None:
+    optimizer = multi_steps(optax.sgd(0.1), 4)
+    for name in ("accumulation_steps", "reduction", "non_finite"):
+        with pytest.raises(OptionError, match=f"{name} cannot be changed"):
+            setattr(optimizer, name, 2)
 
 
 def test_optimizer_of_nnx() -> None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigbatch import BatchError, LossError, OptionError
+from bigbatch import BatchError, GradientError, LossError, OptionError
 from bigbatch.jax import verify
 from tests.problems import problems, samples, tokens
 
@@ -156,3 +156,173 @@ def test_one_sentence():
         verify(classifier(), {**BATCH, "y": BATCH["y"][:5]}, samples_loss, 4)
     with pytest.raises(LossError, match="a real scalar"):
         verify(classifier(), BATCH, lambda params, batch: batch["x"], 4)
+
+
+# --- losses and loops as people write them ----------------------------------------------------------------------
+
+
+def pops(params, batch):
+    """As Hugging Face's examples do."""
+    y = batch.pop("y")
+    return samples_loss(params, {**batch, "y": y})
+
+
+def weighted(params, micro_batches, loss=samples_loss):
+    found = [jax.jit(jax.grad(loss))(params, micro_batch) for micro_batch in micro_batches]
+    sizes = [len(jax.tree.leaves(micro_batch)[0]) for micro_batch in micro_batches]
+    return jax.tree.map(lambda *gradients: sum(g * n for g, n in zip(gradients, sizes, strict=True)) / 13, *found)
+
+
+def test_a_loss_that_pops_from_its_batch():
+    assert verify(classifier(), BATCH, pops, 4).is_exact
+    assert verify(classifier(), BATCH, pops, 4, weight=lambda batch: len(batch.pop("y"))).is_exact
+    assert set(BATCH) == {"x", "y"}
+
+    def popping(params, micro_batches):
+        sizes = [len(micro_batch["y"]) for micro_batch in micro_batches]
+        found = [jax.grad(lambda p, b, y: samples_loss(p, {**b, "y": y}))(params, b, b.pop("y")) for b in micro_batches]
+        return jax.tree.map(lambda *gradients: sum(g * n for g, n in zip(gradients, sizes, strict=True)) / 13, *found)
+
+    assert verify(classifier(), BATCH, samples_loss, 4, step=popping).is_exact
+
+
+def test_a_loop_that_donates_what_it_is_given():
+    apply = jax.jit(lambda params, grads: jax.tree.map(jnp.subtract, params, grads), donate_argnums=0)
+
+    def donating(params, micro_batches):
+        grads = weighted(params, micro_batches)
+        apply(params, grads)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+        return grads
+
+    assert verify(classifier(), BATCH, samples_loss, 4, step=donating).is_exact
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda params, value: None, r"the loss returned None: return a mean"),
+        (lambda params, value: {"loss": value}, r"\{'loss': 'float64\[\]'\}"),
+        (lambda params, value: value * jnp.ones(3), r"the loss returned float64\[3\]"),
+        (lambda params, value: value.astype(int), r"the loss returned int64\[\]"),
+        (lambda params, value: (value, {"accuracy": value}), "has_aux=True"),
+        (lambda params, value: jax.lax.stop_gradient(value), "gradient of the whole batch is zero everywhere"),
+        (lambda params, value: 3.0, "gradient of the whole batch is zero everywhere"),
+    ],
+)
+def test_bad_returns(returned, message):
+    with pytest.raises(LossError, match=message):
+        verify(classifier(), BATCH, lambda p, b: returned(p, samples_loss(p, b)), 4)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda params: None, "step returned PyTreeDef.None. but the parameters are"),
+        (lambda params: (jnp.ones(()), params), "in their form"),
+        (lambda params: {}, "in their form"),
+        (
+            lambda params: jax.tree.map(lambda p: p[..., None], params),
+            r"shape \(24, 1\) for first.bias of shape \(24,\)",
+        ),
+    ],
+)
+def test_bad_returns_of_a_loop(returned, message):
+    with pytest.raises(GradientError, match=message):
+        verify(classifier(), BATCH, samples_loss, 4, step=lambda params, micro_batches: returned(params))
+
+
+def summed_in_float32(params, batch):
+    """The carry of a scan, as many write it; JAX refuses it in float64."""
+    total, _ = jax.lax.scan(lambda sums, x: (sums + x, None), jnp.zeros(64, jnp.float32), batch["x"])
+    return samples_loss(params, batch) + (total @ params["first"]["kernel"]).sum() / len(batch["x"]) / 100
+
+
+def convolved_in_float32(params, batch):
+    kernel = jnp.array([0.25, 0.5, 0.25], jnp.float32)[None, None]
+    x = jax.lax.conv_general_dilated(batch["x"][:, None], kernel, (1,), "SAME")[:, 0]
+    return samples_loss(params, {**batch, "x": x})
+
+
+def switched_in_float32(params, batch):
+    scale = jax.lax.cond(batch["x"][0, 0] > 0, lambda: jnp.float32(0.5), lambda: batch["x"][0, 0] * 0 + 0.5)
+    return samples_loss(params, batch) * scale
+
+
+@pytest.mark.parametrize("loss", [summed_in_float32, convolved_in_float32, switched_in_float32])
+def test_a_loss_that_only_runs_in_float32(loss):
+    params, batch = jax.tree.map(lambda p: p.astype(jnp.float32), classifier()), float32(BATCH)
+    found = verify(params, batch, loss, 4)
+    assert found.is_exact, found
+    assert 1e-9 < found.max_error < found.tolerance == 1e-4
+    assert "does not run in float64" in found.causes[0]
+    wrong = verify(params, batch, loss, 4, weight=lambda batch: 1)
+    assert not wrong.is_exact
+    assert wrong.max_error > 1e-2
+    assert verify(params, batch, loss, 4, step=lambda p, m: weighted(p, m, loss)).is_exact
+
+
+def test_a_mistake_of_the_loss_is_not_taken_for_its_dtype():
+    with pytest.raises(ValueError, match="Incompatible shapes"):
+        verify(classifier(), BATCH, lambda p, b: samples_loss(p, b) + (b["x"] + jnp.ones(3)).sum(), 4)
+
+
+def draws_inside(draw):
+    def loss(params, batch):
+        return samples_loss(params, {**batch, "x": draw(batch["x"])})
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape),
+        lambda x: x + jax.random.normal(jax.random.PRNGKey(3), x.shape),
+        lambda x: jax.lax.cond(x[0, 0] > 5, lambda: x, lambda: x * jax.random.normal(jax.random.key(1), x.shape)),
+        lambda x: x[:, jax.random.permutation(jax.random.key(len(x)), 64)],
+    ],
+    ids=["dropout", "raw key", "in a branch", "by size"],
+)  # fmt: skip
+def test_a_key_that_is_no_argument(draw):
+    found = verify(classifier(), BATCH, draws_inside(draw), 4)
+    assert not found.is_exact
+    assert len(found.causes) == 1
+    assert "a key that is not among its arguments" in found.causes[0]
+
+
+def test_draws_that_every_sample_shares_are_exact():
+    """A fixed projection drawn in the loss is the same for every micro-batch and for the whole batch."""
+    found = verify(classifier(), BATCH, draws_inside(lambda x: x * jax.random.normal(jax.random.key(0), (64,))), 4)
+    assert found.is_exact
+    assert not found.causes
+
+
+def bent(change):
+    """The identity, with this done to the gradient that comes back."""
+    function = jax.custom_vjp(lambda x: x)
+    function.defvjp(lambda x: (x, None), lambda _, gradient: (change(gradient),))
+    return function
+
+
+@pytest.mark.parametrize(
+    "change", [lambda g: jnp.clip(g, -1e-3, 1e-3), jnp.sign, lambda g: g / (1e-9 + jnp.linalg.norm(g))]
+)
+def test_a_backward_pass_that_is_not_linear(change):
+    found = verify(classifier(), BATCH, draws_inside(lambda x: x), 4)
+    assert found.is_exact
+
+    def loss(params, batch):
+        return samples_loss({**params, "second": jax.tree.map(bent(change), params["second"])}, batch)
+
+    found = verify(classifier(), BATCH, loss, 4)
+    assert not found.is_exact
+    assert len(found.causes) == 1
+    assert "custom_vjp that clips" in found.causes[0]
+
+
+def test_a_backward_pass_that_is_linear():
+    def loss(params, batch):
+        return samples_loss(jax.tree.map(bent(lambda g: 0.1 * g), params), batch)
+
+    assert verify(classifier(), BATCH, loss, 4).is_exact
