@@ -158,6 +158,11 @@ def cut(batch: Any, micro_batch_size: int) -> tuple[list[Any], list[int]]:
     return [map_tensors(_next_of(row), batch) for row in rows], sizes
 
 
+def detached(batch: Any) -> Any:
+    """The same memory, which autograd takes for tensors of their own: a loss may write parameters into them."""
+    return map_tensors(Tensor.detach, batch)
+
+
 def share(batch: Any, rank: int, num_ranks: int) -> Any:
     """What one rank has of a batch that all of them know; None if that is nothing."""
     part = shares(batch_size(batch), num_ranks)[rank]
@@ -180,7 +185,10 @@ def _pieces(tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     if tensor.ndim == 0:
         return [tensor] * len(sizes)
     if tensor.layout is torch.strided and not tensor.is_nested:
-        return tensor.split(sizes[0])  # type: ignore[no-any-return]
+        pieces: tuple[Tensor, ...] = tensor.split(sizes[0])
+        if tensor.requires_grad:  # the user wants its gradient, too
+            return pieces
+        return [piece.detach() for piece in pieces]  # a loss may write parameters into them, but not into views
     if tensor.layout is torch.sparse_coo:
         return [_piece(tensor, part) for part in cuts(tensor.size(0), sizes[0])]
     raise BatchError(
