@@ -161,7 +161,8 @@ class Accumulator(Feeding):
         was_interrupted, self._so_far = self._so_far is not None, None
         try:
             window.check_scale(self._precision.loss_scale())
-            return self._step(self.loss, passes, agreed, max(sizes, default=None), window)
+            with checks.one_sample_explained(sizes):
+                return self._step(self.loss, passes, agreed, max(sizes, default=None), window)
         except Exception as error:
             if was_interrupted and not isinstance(error, Interrupted):
                 error.add_note("bigbatch: what the interrupted step had is dropped; step() begins the batch anew")
@@ -174,7 +175,8 @@ class Accumulator(Feeding):
         if not isinstance(batch, Window):
             if self.micro_batch_size is None:
                 raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
-            return nest.cut(batch, self.micro_batch_size)
+            is_one_too_few = any(map(checks.normalises_by_batch, self._batch_norms))
+            return nest.cut(batch, self.micro_batch_size, is_one_too_few=is_one_too_few)
         if not batch:
             raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
         if self.weight is not None:

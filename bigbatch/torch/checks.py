@@ -2,6 +2,8 @@
 
 import inspect
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..core.errors import BigBatchWarning, LossError, OptionError
+from ..core.errors import BatchError, BigBatchWarning, LossError, OptionError
 from ..core.weight import Terms, check_terms
 
 
@@ -109,10 +111,26 @@ def tell_batch_norm(model: nn.Module) -> bool:
 def batch_norms(model: nn.Module) -> list[str]:
     """The names of the BatchNorm layers that normalise by what they are fed."""
     return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and normalises_by_batch(module)
     ]
+
+
+def normalises_by_batch(module: Any) -> bool:
+    return bool(module.training or module.running_mean is None)
+
+
+@contextmanager
+def one_sample_explained(sizes: Sequence[int]) -> Iterator[None]:
+    """Inside, BatchNorm's error about a single value says which micro-batch that is in."""
+    try:
+        yield
+    except ValueError as error:
+        if len(sizes) > 1 and sizes[-1] == 1 and "more than 1 value per channel" in str(error):
+            raise BatchError(
+                f"a batch of {sum(sizes)} in micro-batches of {sizes[0]} ends with one of a single sample, from which "
+                "BatchNorm has no statistics: pass a micro_batch_size of 3 or more, or put BatchNorm into eval mode"
+            ) from error
+        raise
 
 
 def batch_norm_modules(model: nn.Module) -> list[nn.Module]:

@@ -37,11 +37,6 @@ class Gradients:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     @property
-    def num_groups(self) -> int:
-        """Changes when parameters come."""
-        return len(self._optimizer.param_groups)
-
-    @property
     def is_fused(self) -> bool:
         return bool(self._optimizer.defaults.get("fused"))
 

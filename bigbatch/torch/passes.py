@@ -32,6 +32,7 @@ class Passes(Update):
     _transfer: Transfer
     _capture: Capture | None
     _batch_norms: list[nn.Module]
+    _has_told_batch_norm = False
     _time_axis: TimeAxis
     is_interrupted = False
     """Whether `interrupt` was called and nothing has stopped yet."""
@@ -175,5 +176,5 @@ class Passes(Update):
         self._nonfinite.refuse_stopped()
 
     def _tell_batch_norm(self, num_micro_batches: int) -> None:
-        if num_micro_batches > 1 and self._batch_norms and checks.tell_batch_norm(self.model):
-            self._batch_norms = []  # once is enough
+        if num_micro_batches > 1 and self._batch_norms and not self._has_told_batch_norm:
+            self._has_told_batch_norm = checks.tell_batch_norm(self.model)
