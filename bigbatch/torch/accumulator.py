@@ -141,6 +141,7 @@ class Accumulator(Feeding):
         if self.loss is None:
             raise OptionError("step() needs a loss: pass Accumulator(model, optimizer, loss, …)")
         with self._replicas.telling():
+            checks.refuse_held_back(self.optimizer, self.scheduler)
             micro_batches, sizes = self._micro_batches(batch)
             weights = [(size,) for size in sizes] if self.weight is None else weigh(micro_batches, self.weight)
             self._replicas.check(self._gradients, weights if self.reduction == "mean" else ())

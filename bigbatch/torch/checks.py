@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..core.errors import BatchError, BigBatchWarning, LossError, OptionError
+from ..core.errors import BatchError, BigBatchWarning, LossError, OptionError, OrderError
 from ..core.weight import Terms, check_terms
 
 
@@ -29,6 +30,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} asks for a closure, to compute the loss several times in one step, "
             "which accumulation cannot offer: use an optimizer that steps on one gradient"
         )
+    check_own_scaler(optimizer)
     held = {p for group in optimizer.param_groups for p in group["params"]}
     own = set(model.parameters())
     if held.isdisjoint(own):
@@ -52,6 +54,29 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"{len(stepped)} of {len(own)} parameters ({stepped[0]} first) are stepped in every backward pass by "
             "_apply_optimizer_in_backward, so with every micro-batch: make the model without it"
         )
+
+
+def check_own_scaler(optimizer: Any) -> None:
+    """accelerate's optimizer (1.15) has the GradScaler of its Accelerator, which unscales what it did not scale."""
+    scaler = getattr(optimizer, "scaler", None)
+    if isinstance(scaler, GradScaler) and scaler.is_enabled():
+        raise OptionError(
+            f"the {type(optimizer).__name__} has a GradScaler of its own, which would divide gradients by its scale of "
+            f"{scaler.get_scale():g} that nobody multiplied losses by: pass the optimizer inside of it "
+            "(optimizer.optimizer), and that GradScaler as scaler=…"
+        )
+
+
+def refuse_held_back(*prepared: Any) -> None:
+    """Before a step: inside of accelerate's `accumulate()` (1.15), its optimizers and schedulers do nothing."""
+    for one in prepared:
+        state = getattr(one, "gradient_state", None)
+        if state is not None and not getattr(state, "sync_gradients", True):
+            raise OrderError(
+                f"accelerate's accumulate() holds back the {type(one).__name__} for windows of "
+                f"{getattr(state, 'num_steps', 'several')} passes, so this step would not be made: leave accumulate() "
+                "out, and make the Accelerator with gradient_accumulation_steps=1"
+            )
 
 
 def check_scheduler(name: str, scheduler: Any) -> Any:
