@@ -154,7 +154,9 @@ class Accumulator(Feeding):
             for micro_batch, weight in zip(micro_batches, weights, strict=True)
             if self.reduction == "sum" or any(weight)  # what counts nothing is left out: its mean may be 0/0
         ]
-        agreed = self._replicas.agree(Share(totals(weights), len(passes), len(weights)))
+        agreed = self._replicas.agree(
+            Share(totals(weights), len(passes), len(weights), num_hooks=self._gradients.num_hooks())
+        )
         self._tell_batch_norm(len(weights))
         is_counted = self.weight is None and self.reduction == "mean"
         self._time_axis.begin(micro_batches, is_cut=not isinstance(batch, Window), is_counted=is_counted)

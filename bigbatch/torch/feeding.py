@@ -164,7 +164,9 @@ class Feeding(Passes):
             if window is not None:
                 window.check_scale(self._precision.loss_scale())
             self._replicas.check(self._gradients)
-        agreed = self._replicas.agree(Share(totals(weights), 0, len(weights), is_ending))
+        agreed = self._replicas.agree(
+            Share(totals(weights), 0, len(weights), is_ending, num_hooks=self._gradients.num_hooks())
+        )
         if agreed().is_ending and not agreed().num_micro_batches:
             return None
         try:

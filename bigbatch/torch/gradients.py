@@ -122,15 +122,17 @@ class Gradients:
             for undo in restore:
                 undo()
 
-    def have_hooks(self) -> bool:
-        return bool(hooks.dicts_of(self.parameters))
+    def num_hooks(self) -> int:
+        return sum(map(len, hooks.dicts_of(self.parameters)))
 
-    def run_hooks(self, sums: Sums) -> None:
+    def run_hooks(self, sums: Sums) -> bool:
         """Runs the hooks of parameters on the finished gradient, those of the last parameter first.
 
         That is the order of a backward pass. All gradients are in .grad meanwhile, wider than their parameter if the
         sums are, and what is in .grad afterwards is the gradient: hooks may replace it, or set it to None.
+        Returns whether any hook changed anything.
         """
+        has_changed = False
         parameters = self.parameters
         restore = []
         try:
@@ -142,8 +144,9 @@ class Gradients:
             with torch.no_grad():
                 for p in reversed(parameters):
                     if p.grad is not None:
-                        hooks.run(p, self.name(p))
+                        has_changed |= hooks.run(p, self.name(p))
             sums.update((p, p.grad) for p in parameters if p.grad is not None)
+            return has_changed
         finally:
             clear(parameters)
             for undo in restore:
