@@ -4,20 +4,22 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
-from .errors import BatchError
+from .errors import BatchError, OptionError
 from .step import History, Step
-from .window import AccumulationSteps, Window, positive, windows
+from .window import AccumulationSteps, positive, windows
 
 
 def run_epochs(
-    step: Callable[[Window[Any]], Step],
+    step: Callable[[Any], Step],
     data: Iterable[Any],
-    accumulation_steps: AccumulationSteps,
+    accumulation_steps: AccumulationSteps | None,
     epochs: int,
     flushed: Callable[[], Iterable[Step]] = tuple,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> History:
     """Feeds every window of every epoch to `step`; refuses a stream that is spent before the end.
+
+    Without `accumulation_steps` the data is made of batches, which are fed as they are.
 
     `flushed` makes the steps that are left at the end of an epoch, those of other ranks too. The step after which
     `is_stopped` says so is the last.
@@ -29,21 +31,37 @@ def run_epochs(
             "pass something that can be iterated again, such as a list or a data loader"
         )
     history = History()
-    stream = windows(data, accumulation_steps)
+    stream: Iterable[Any] = data if accumulation_steps is None else windows(data, accumulation_steps)
     for epoch in range(epochs):
         before = len(history)
         for made in chain(map(step, stream), _late(flushed)):
             history.append(made)
             if is_stopped():
                 return history
-        stream.next_step = len(history)
+        if isinstance(stream, windows):
+            stream.next_step = len(history)
         if len(history) == before:
+            kind = "batches" if accumulation_steps is None else "micro-batches"
             raise BatchError(
-                f"data gave 0 micro-batches in epoch {epoch + 1} of {epochs}: pass something that is not empty and "
+                f"data gave 0 {kind} in epoch {epoch + 1} of {epochs}: pass something that is not empty and "
                 "can be iterated again, such as a list or a data loader"
             )
         history.end_epoch()
     return history
+
+
+def check_one_way(accumulation_steps: AccumulationSteps | None, micro_batch_size: int | None) -> None:
+    """What the data is made of: micro-batches that are put together, or batches that are cut."""
+    if accumulation_steps is None and micro_batch_size is None:
+        raise OptionError(
+            "train_with_accumulation() does not know what data is made of: pass accumulation_steps=… if it gives "
+            "micro-batches, or micro_batch_size=… if it gives batches to cut"
+        )
+    if accumulation_steps is not None and micro_batch_size is not None:
+        raise OptionError(
+            f"accumulation_steps={accumulation_steps!r} says that data gives micro-batches, and "
+            f"micro_batch_size={micro_batch_size!r} that it gives batches to cut: pass one of the two"
+        )
 
 
 def _late(flushed: Callable[[], Iterable[Step]]) -> Iterable[Step]:

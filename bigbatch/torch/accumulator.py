@@ -141,6 +141,7 @@ class Accumulator(Feeding):
         if self.loss is None:
             raise OptionError("step() needs a loss: pass Accumulator(model, optimizer, loss, …)")
         with self._replicas.telling():
+            checks.refuse_held_back(self.optimizer, self.scheduler)
             micro_batches, sizes = self._micro_batches(batch)
             weights = [(size,) for size in sizes] if self.weight is None else weigh(micro_batches, self.weight)
             self._replicas.check(self._gradients, weights if self.reduction == "mean" else ())
@@ -153,7 +154,9 @@ class Accumulator(Feeding):
             for micro_batch, weight in zip(micro_batches, weights, strict=True)
             if self.reduction == "sum" or any(weight)  # what counts nothing is left out: its mean may be 0/0
         ]
-        agreed = self._replicas.agree(Share(totals(weights), len(passes), len(weights)))
+        agreed = self._replicas.agree(
+            Share(totals(weights), len(passes), len(weights), num_hooks=self._gradients.num_hooks())
+        )
         self._tell_batch_norm(len(weights))
         is_counted = self.weight is None and self.reduction == "mean"
         self._time_axis.begin(micro_batches, is_cut=not isinstance(batch, Window), is_counted=is_counted)
@@ -161,7 +164,8 @@ class Accumulator(Feeding):
         was_interrupted, self._so_far = self._so_far is not None, None
         try:
             window.check_scale(self._precision.loss_scale())
-            return self._step(self.loss, passes, agreed, max(sizes, default=None), window)
+            with checks.one_sample_explained(sizes):
+                return self._step(self.loss, passes, agreed, max(sizes, default=None), window)
         except Exception as error:
             if was_interrupted and not isinstance(error, Interrupted):
                 error.add_note("bigbatch: what the interrupted step had is dropped; step() begins the batch anew")
@@ -174,7 +178,8 @@ class Accumulator(Feeding):
         if not isinstance(batch, Window):
             if self.micro_batch_size is None:
                 raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
-            return nest.cut(batch, self.micro_batch_size)
+            is_one_too_few = any(map(checks.normalises_by_batch, self._batch_norms))
+            return nest.cut(batch, self.micro_batch_size, is_one_too_few=is_one_too_few)
         if not batch:
             raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
         if self.weight is not None:

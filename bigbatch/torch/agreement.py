@@ -29,6 +29,8 @@ class Share(NamedTuple):
     has_failed: bool = False
     is_unfinished: bool = False
     """Whether the model of this rank is still waiting for a backward pass that will not come."""
+    num_hooks: int = 0
+    """How many hooks its parameters have."""
 
 
 class Agreement(NamedTuple):
@@ -42,6 +44,8 @@ class Agreement(NamedTuple):
     """Whether no rank has more data."""
     is_unfinished: bool = False
     """Whether the model of any rank is."""
+    num_hooks: tuple[int, ...] = (0,)
+    """By rank."""
 
     def has_weight(self, reduction: Reduction) -> bool:
         return any(self.total) or (reduction == "sum" and self.num_micro_batches > 0)
@@ -53,7 +57,13 @@ Agreed = Callable[[], Agreement]
 
 def alone(share: Share) -> Agreed:
     """Of one process that trains by itself."""
-    agreement = Agreement(share.total or (0,), (share.num_passes,), share.num_micro_batches, share.is_ending)
+    agreement = Agreement(
+        share.total or (0,),
+        (share.num_passes,),
+        share.num_micro_batches,
+        share.is_ending,
+        num_hooks=(share.num_hooks,),
+    )
     return lambda: agreement
 
 
@@ -63,8 +73,10 @@ def exchange(share: Share, group: dist.ProcessGroup) -> Agreed:
     num_terms = len(share.total)
     if num_terms > MAX_TERMS:
         raise LossError(f"the loss has {num_terms} terms but ranks can share {MAX_TERMS}: add some of them up")
-    by_rank = torch.zeros(4, size, dtype=torch.float64)
-    by_rank[:, rank] = torch.tensor([share.num_passes, share.is_ending, share.has_failed, share.is_unfinished])
+    by_rank = torch.zeros(5, size, dtype=torch.float64)
+    by_rank[:, rank] = torch.tensor(
+        [share.num_passes, share.is_ending, share.has_failed, share.is_unfinished, share.num_hooks]
+    )
     terms = [*share.total, *[0] * (MAX_TERMS - num_terms)]
     has_terms = num_terms > 0
     head = torch.tensor([share.num_micro_batches, has_terms, num_terms, num_terms**2, *terms], dtype=torch.float64)
@@ -75,7 +87,9 @@ def exchange(share: Share, group: dist.ProcessGroup) -> Agreed:
     def agreed() -> Agreement:
         work.wait()
         num_micro_batches, num_with_terms, num_all_terms, squares, *rest = message.tolist()
-        passes, ending, failed, unfinished = (rest[MAX_TERMS + k * size : MAX_TERMS + (k + 1) * size] for k in range(4))
+        passes, ending, failed, unfinished, hooks = (
+            rest[MAX_TERMS + k * size : MAX_TERMS + (k + 1) * size] for k in range(5)
+        )
         if any(failed):
             raise RankError(
                 f"rank {failed.index(1)} refused what it was given, so none of {size} ranks made this step: "
@@ -93,6 +107,7 @@ def exchange(share: Share, group: dist.ProcessGroup) -> Agreed:
             int(num_micro_batches),
             all(ending),
             any(unfinished),
+            tuple(map(int, hooks)),
         )
 
     return agreed

@@ -102,7 +102,7 @@ class Capture:
             key = (tuple(map(bool, scale)), shape_of(micro_batch, self.device))
             recorded = self._recorded.get(key)
             if recorded is not None:
-                collection.check()
+                collection.put()
                 self.num_replays += 1
                 recorded.replay(micro_batch, scale, collection)
                 return recorded.take_losses()

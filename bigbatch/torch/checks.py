@@ -2,14 +2,17 @@
 
 import inspect
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..core.errors import BigBatchWarning, LossError, OptionError
+from ..core.errors import BatchError, BigBatchWarning, LossError, OptionError, OrderError
 from ..core.weight import Terms, check_terms
 
 
@@ -27,6 +30,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} asks for a closure, to compute the loss several times in one step, "
             "which accumulation cannot offer: use an optimizer that steps on one gradient"
         )
+    check_own_scaler(optimizer)
     held = {p for group in optimizer.param_groups for p in group["params"]}
     own = set(model.parameters())
     if held.isdisjoint(own):
@@ -50,6 +54,29 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"{len(stepped)} of {len(own)} parameters ({stepped[0]} first) are stepped in every backward pass by "
             "_apply_optimizer_in_backward, so with every micro-batch: make the model without it"
         )
+
+
+def check_own_scaler(optimizer: Any) -> None:
+    """accelerate's optimizer (1.15) has the GradScaler of its Accelerator, which unscales what it did not scale."""
+    scaler = getattr(optimizer, "scaler", None)
+    if isinstance(scaler, GradScaler) and scaler.is_enabled():
+        raise OptionError(
+            f"the {type(optimizer).__name__} has a GradScaler of its own, which would divide gradients by its scale of "
+            f"{scaler.get_scale():g} that nobody multiplied losses by: pass the optimizer inside of it "
+            "(optimizer.optimizer), and that GradScaler as scaler=…"
+        )
+
+
+def refuse_held_back(*prepared: Any) -> None:
+    """Before a step: inside of accelerate's `accumulate()` (1.15), its optimizers and schedulers do nothing."""
+    for one in prepared:
+        state = getattr(one, "gradient_state", None)
+        if state is not None and not getattr(state, "sync_gradients", True):
+            raise OrderError(
+                f"accelerate's accumulate() holds back the {type(one).__name__} for windows of "
+                f"{getattr(state, 'num_steps', 'several')} passes, so this step would not be made: leave accumulate() "
+                "out, and make the Accelerator with gradient_accumulation_steps=1"
+            )
 
 
 def check_scheduler(name: str, scheduler: Any) -> Any:
@@ -109,10 +136,26 @@ def tell_batch_norm(model: nn.Module) -> bool:
 def batch_norms(model: nn.Module) -> list[str]:
     """The names of the BatchNorm layers that normalise by what they are fed."""
     return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and normalises_by_batch(module)
     ]
+
+
+def normalises_by_batch(module: Any) -> bool:
+    return bool(module.training or module.running_mean is None)
+
+
+@contextmanager
+def one_sample_explained(sizes: Sequence[int]) -> Iterator[None]:
+    """Inside, BatchNorm's error about a single value says which micro-batch that is in."""
+    try:
+        yield
+    except ValueError as error:
+        if len(sizes) > 1 and sizes[-1] == 1 and "more than 1 value per channel" in str(error):
+            raise BatchError(
+                f"a batch of {sum(sizes)} in micro-batches of {sizes[0]} ends with one of a single sample, from which "
+                "BatchNorm has no statistics: pass a micro_batch_size of 3 or more, or put BatchNorm into eval mode"
+            ) from error
+        raise
 
 
 def batch_norm_modules(model: nn.Module) -> list[nn.Module]:

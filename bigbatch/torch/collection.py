@@ -1,17 +1,18 @@
 """How backward passes add to the gradient sums of a window."""
 
 import operator
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.errors import GradientError
 from .arithmetic import Sums, plain
 from .hooks import SetAside, dicts_of
 from .precision import ALONE, num_users
 
+GRAD = operator.attrgetter("grad")
 LAYOUTS = (torch.strided, torch.sparse_coo)
 HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # from torch 2.10 on, .grad may be wider than its parameter
 
@@ -21,10 +22,18 @@ class Collection:
 
     try:
         collection.begun()
-        …                   # backward passes
+        …                   # the loss
+        collection.put()
+        …                   # its backward pass
+        collection.added()
+        collection.take()
+        …                   # the next one
         collection.end()
     finally:
         collection.leave()
+
+    The sums are in .grad during backward passes only. Code of the user's, such as a loss that calls `zero_grad()`,
+    runs without them, as it does with the full batch.
     """
 
     def __init__(
@@ -33,17 +42,17 @@ class Collection:
         sums: Sums,
         wide: dict[Tensor, torch.dtype],
         are_views: Callable[[], bool],
+        refuse_left_by_loss: Callable[[Sequence[Tensor]], None],
     ) -> None:
         self.parameters = parameters
         self._sums = sums
         self._are_views = are_views
+        self._refuse_left_by_loss = refuse_left_by_loss
         self._wide = wide
         self._by_hook: Container[Tensor] = () if HAS_GRAD_DTYPE else wide
         self._undo: list[Callable[[], None]] = []
         self._is_ended = False
-        self._has_new = False
-        self._watched: Tensor | None = None
-        self._seen: tuple[Tensor | None, int] = (None, 0)
+        self._is_in_grad = False
 
     def begun(self) -> "Collection":
         """With the sums in .grad, and without the hooks of parameters."""
@@ -51,19 +60,33 @@ class Collection:
             self._undo.append(SetAside(self.parameters).put_back)
         for p, dtype in self._wide.items():
             self._undo.append(_widen(p, dtype, self._sums))
+        self._fill()
+        self._held = grads_of(self.parameters)
+        self._has_sparse = any(g.is_sparse for g in self._sums.values())
+        return self
+
+    def _fill(self) -> None:
         for p, g in self._sums.items():
             if p not in self._by_hook:
                 p.grad = g
-        self._held = grads_of(self.parameters)
-        self._has_sparse = any(g.is_sparse for g in self._sums.values())
-        self.watch()
-        return self
+        self._is_in_grad = True
+
+    def take(self) -> None:
+        """Before code of the user's: takes the sums out of .grad, where it could change them."""
+        if self._is_in_grad:
+            clear(self._sums)
+            self._is_in_grad = False
+
+    def put(self) -> None:
+        """Before a backward pass: puts the sums back, unless the loss has left gradients there."""
+        if not self._is_in_grad:
+            if any(map(operator.is_not, map(GRAD, self.parameters), repeat(None))):
+                self._refuse_left_by_loss(self.parameters)
+            self._fill()
 
     def end(self) -> None:
-        """Puts what is in .grad into the sums."""
-        self._look()
-        if self._has_new:
-            self._sums.update([(p, g) for p, g in zip(self.parameters, self._held, strict=True) if g is not None])
+        """Sees to what is in .grad for the last time: ranks may have reduced it."""
+        self.added()
         self._is_ended = True
 
     def leave(self) -> None:
@@ -74,19 +97,6 @@ class Collection:
         for undo in self._undo:
             undo()
 
-    def check(self) -> None:
-        """Before a backward pass: what was added up so far must still be there."""
-        if self._watched is None:
-            is_changed = any(p.grad is not None for p in self.parameters)
-        else:
-            gradient, version = self._seen
-            is_changed = self._watched.grad is not gradient or (gradient is not None and gradient._version != version)
-        if is_changed:
-            raise GradientError(
-                "gradients were zeroed or changed by the loss in the middle of a window, or by another thread, so they "
-                "are not those of the batch: leave zero_grad() and backward() out of the loss"
-            )
-
     def in_units_of(self, unit: Any) -> None:
         """Before a backward pass: what it adds counts `unit`, so what is there is brought to that measure."""
         before = self._sums.unit
@@ -96,22 +106,16 @@ class Collection:
         if tensors := [plain(g) for g in held if g is not None]:
             torch._foreach_mul_(tensors, before / unit)
         self._sums.unit = unit
-        self.watch()
 
     def added(self) -> None:
-        """After a backward pass."""
-        self._look()
-        self.watch()
-
-    def _look(self) -> None:
-        """Sees to gradients that were not there before: dense ones that were have been added to where they are."""
+        """After a backward pass: keeps gradients that were not there before. Dense ones are added to where they are."""
         held = grads_of(self.parameters)
         if self._has_sparse or any(map(operator.is_not, held, self._held)):
             self._has_sparse = any(g is not None and g.is_sparse for g in held)
             self.part()
             self._shorten()
             self._held = grads_of(self.parameters)
-            self._has_new = True
+            self._sums.update([(p, g) for p, g in zip(self.parameters, self._held, strict=True) if g is not None])
 
     def part(self) -> None:
         if not self._are_views():
@@ -126,14 +130,6 @@ class Collection:
         for p in self.parameters:
             if (g := p.grad) is not None and g.is_sparse and g._nnz() > p.shape[0]:
                 p.grad = g.coalesce()
-
-    def watch(self) -> None:
-        """What is there now is what `check` wants. Zeroing touches all alike, so watching one of them is enough."""
-        if self._watched is None:
-            self._watched = next((p for p in self.parameters if p.grad is not None), None)
-        if self._watched is not None:
-            gradient = self._watched.grad
-            self._seen = (gradient, 0 if gradient is None else gradient._version)
 
 
 def part(parameters: Sequence[Tensor]) -> None:
@@ -151,10 +147,10 @@ def part(parameters: Sequence[Tensor]) -> None:
 
 
 def grads_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    return [p.grad for p in parameters]
+    return list(map(GRAD, parameters))
 
 
-def clear(parameters: Sequence[Tensor]) -> None:
+def clear(parameters: Iterable[Tensor]) -> None:
     for p in parameters:
         p.grad = None
 

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..core.weight import Terms
 from .agreement import Agreed, Agreement, Share
 from .collection import Collection
 from .gradients import Gradients
+from .others import Others
 from .replicas import Shared, check_group
 
 NOT_ALL_USED = (
@@ -44,6 +45,7 @@ class DataParallel(Shared):
         self._sparse = sparse_parameters(model)
         self._used: list[Tensor] = []
         """A parameter that had a gradient in the window before."""
+        self._others = Others(model)
         self._is_overlapping = False
         self._is_waiting = False
         """Whether DDP would reduce in the next backward pass."""
@@ -141,9 +143,11 @@ class DataParallel(Shared):
             )
         self._is_overlapping = not is_low
 
-    def passing(self, *, is_last: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def passing(self, *, is_last: bool) -> Iterator[None]:
         self._model.require_forward_param_sync = is_last
-        return self._reducing() if is_last else self._model.no_sync()
+        with self._others.kept_local(), self._reducing() if is_last else self._model.no_sync():
+            yield
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:

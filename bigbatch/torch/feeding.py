@@ -54,6 +54,8 @@ class Feeding(Passes):
             self._refuse_so_far("micro_batch()")
             self._stop_before_beginning("micro-batch")
             num_wanted = steps_at(self.accumulation_steps, self.num_steps)
+            if (0 if self._open is None else len(self._open)) + 1 >= num_wanted:
+                checks.refuse_held_back(self.optimizer, self.scheduler)
             window = self._window_for(terms)
             self._tell_batch_norm(len(window) + 1)
             micro = MicroBatch(lambda micro, loss: self._feed(micro, window, as_terms(loss), terms))
@@ -152,6 +154,7 @@ class Feeding(Passes):
         """Makes a step of what this rank has, if anything, and of what the others have; None if nobody has any."""
         with self._replicas.telling():
             if self._open is not None:
+                checks.refuse_held_back(self.optimizer, self.scheduler)
                 self._gradients.refuse_foreign()
                 if is_ending:  # else the last micro-batch has just been
                     self._open.check_unchanged(self._turns.seen())
@@ -161,7 +164,9 @@ class Feeding(Passes):
             if window is not None:
                 window.check_scale(self._precision.loss_scale())
             self._replicas.check(self._gradients)
-        agreed = self._replicas.agree(Share(totals(weights), 0, len(weights), is_ending))
+        agreed = self._replicas.agree(
+            Share(totals(weights), 0, len(weights), is_ending, num_hooks=self._gradients.num_hooks())
+        )
         if agreed().is_ending and not agreed().num_micro_batches:
             return None
         try:

@@ -19,6 +19,7 @@ from . import nest
 from .agreement import Agreed, Agreement, Share
 from .collection import Collection
 from .gradients import Gradients
+from .others import Others
 from .precision import LOW
 from .replicas import Reduce, Shared, check_group
 from .shards import local
@@ -51,6 +52,7 @@ class Sharded(Shared):
         super().__init__(model, own, first.device)
         self.holds_gradients = reduce == "window"
         self._have_spare: set[int] = set()
+        self._others = Others(model)
         self._reduced = {p for p in model.parameters() if isinstance(p, DTensor)}
         self._check_model(model, gradients)
 
@@ -124,7 +126,8 @@ class Sharded(Shared):
     def passing(self, *, is_last: bool) -> Iterator[None]:
         self._set(is_last=is_last or not self.holds_gradients)
         try:
-            yield
+            with self._others.kept_local():
+                yield
         finally:
             self._set(is_last=True)  # as the user's own passes want it
         self._is_reduced |= is_last

@@ -1,7 +1,7 @@
 """The gradients of what an optimizer holds: collected out of the way of .grad, then handed over as one gradient."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,11 +37,6 @@ class Gradients:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     @property
-    def num_groups(self) -> int:
-        """Changes when parameters come."""
-        return len(self._optimizer.param_groups)
-
-    @property
     def is_fused(self) -> bool:
         return bool(self._optimizer.defaults.get("fused"))
 
@@ -75,7 +70,9 @@ class Gradients:
         """The same in parts, for what is called so often that entering a block counts."""
         parameters = self.parameters
         wide = [p for p in parameters if p.dtype not in self._wide_enough]
-        return Collection(parameters, sums, {p: self.wide_dtype(p) for p in wide}, self.are_views)
+        return Collection(
+            parameters, sums, {p: self.wide_dtype(p) for p in wide}, self.are_views, self.refuse_left_by_loss
+        )
 
     def are_views(self) -> bool:
         """Whether gradients are the model's now: DistributedDataParallel makes them so when it reduces."""
@@ -84,19 +81,22 @@ class Gradients:
     def refuse_foreign(self) -> list[Any]:
         """Refuses gradients that somebody else left. Zeros (`zero_grad(set_to_none=False)`) are let go."""
         parameters = self.parameters
-        foreign = [p for p in parameters if p.grad is not None]
-        if not foreign:
-            return parameters
-        with torch.no_grad():
-            nonzero = [p for p in foreign if bool((plain(p.grad) != 0).any())]
-        if nonzero:
+        if nonzero := not_zero(parameters):
             raise GradientError(
                 f"{len(nonzero)} of {len(parameters)} parameters hold a gradient that is not of this window "
                 f"({self.name(nonzero[0])} first): call optimizer.zero_grad() to drop it, or add what it is "
                 "the gradient of to the loss"
             )
-        clear(foreign)
         return parameters
+
+    def refuse_left_by_loss(self, parameters: Sequence[Tensor]) -> None:
+        """The same between a loss and its backward pass."""
+        if nonzero := not_zero(parameters):
+            raise GradientError(
+                f"{len(nonzero)} of {len(parameters)} gradients ({self.name(nonzero[0])} first) were changed by the "
+                "loss in the middle of a window, or by another thread, so they are not those of the batch: leave "
+                "backward() out of the loss, use torch.autograd.grad, or call zero_grad() after it"
+            )
 
     @contextmanager
     def handed_over(self, sums: Sums) -> Iterator[None]:
@@ -122,15 +122,17 @@ class Gradients:
             for undo in restore:
                 undo()
 
-    def have_hooks(self) -> bool:
-        return bool(hooks.dicts_of(self.parameters))
+    def num_hooks(self) -> int:
+        return sum(map(len, hooks.dicts_of(self.parameters)))
 
-    def run_hooks(self, sums: Sums) -> None:
+    def run_hooks(self, sums: Sums) -> bool:
         """Runs the hooks of parameters on the finished gradient, those of the last parameter first.
 
         That is the order of a backward pass. All gradients are in .grad meanwhile, wider than their parameter if the
         sums are, and what is in .grad afterwards is the gradient: hooks may replace it, or set it to None.
+        Returns whether any hook changed anything.
         """
+        has_changed = False
         parameters = self.parameters
         restore = []
         try:
@@ -142,8 +144,9 @@ class Gradients:
             with torch.no_grad():
                 for p in reversed(parameters):
                     if p.grad is not None:
-                        hooks.run(p, self.name(p))
+                        has_changed |= hooks.run(p, self.name(p))
             sums.update((p, p.grad) for p in parameters if p.grad is not None)
+            return has_changed
         finally:
             clear(parameters)
             for undo in restore:
@@ -163,6 +166,18 @@ class Gradients:
             if not bool(torch.isfinite(plain(g)).all()):
                 return self.name(p)
         return None
+
+
+def not_zero(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The parameters that hold a gradient. One that is all zero is dropped."""
+    held = [p for p in parameters if p.grad is not None]
+    if not held:
+        return held
+    with torch.no_grad():
+        nonzero = [p for p in held if p.grad is not None and bool((plain(p.grad) != 0).any())]
+    if not nonzero:
+        clear(held)
+    return nonzero
 
 
 def takes_wide(optimizer: torch.optim.Optimizer, parameter: Tensor, dtype: torch.dtype) -> bool:

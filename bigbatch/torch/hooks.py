@@ -56,16 +56,18 @@ class SetAside:
                     hooks[key] = hook.hook
 
 
-def run(parameter: Tensor, name: str) -> None:
-    """Runs the hooks of a parameter on its .grad, as a backward pass does.
+def run(parameter: Tensor, name: str) -> bool:
+    """Runs the hooks of a parameter on its .grad, as a backward pass does; returns whether they changed it.
 
     Torch does not call `register_hook` for parameters of fully_shard (2.13), whose backward passes never reach the
     sharded parameter itself.
     """
+    before = parameter.grad
+    version = None if before is None else before._version
     for hook in [] if is_sharded(parameter) else list((BEFORE(parameter) or {}).values()):
         gradient = parameter.grad
         found = hook(gradient)
-        if found is None:
+        if found is None or found is gradient:
             continue
         if not isinstance(found, Tensor) or found.shape != parameter.shape:
             kind = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
@@ -81,3 +83,4 @@ def run(parameter: Tensor, name: str) -> None:
                 f"a post-accumulate hook of {name} returned a {type(found).__name__}: return None, and change .grad "
                 "of the parameter instead"
             )
+    return parameter.grad is not before or (before is not None and before._version != version)

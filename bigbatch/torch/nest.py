@@ -5,6 +5,7 @@ import dataclasses
 import functools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..core.errors import BatchError
-from ..core.window import Window, check_lists, cuts, shares
+from ..core.window import Window, check_lists, shares
 
 
 def map_tensors(change: Callable[[Tensor], Any], nest: Any) -> Any:
@@ -145,17 +146,28 @@ def _refuse_arrays(batch: Any, name: str, size: int) -> None:
             )
 
 
-def cut(batch: Any, micro_batch_size: int) -> tuple[list[Any], list[int]]:
-    """The micro-batches, as views where torch has them, and their sizes."""
+def cut(batch: Any, micro_batch_size: int, *, is_one_too_few: bool = False) -> tuple[list[Any], list[int]]:
+    """The micro-batches, in the memory of the batch where torch can do that, and their sizes.
+
+    If one sample is too few, because BatchNorm has nothing to normalise by, the last full one leaves one of its own to
+    a remainder of one.
+    """
     size = batch_size(batch)
     if micro_batch_size == 1:
         check_lists(batch, size)
     num_full, rest = divmod(size, micro_batch_size)
     sizes = [micro_batch_size] * num_full + [rest] * (rest > 0)
+    if is_one_too_few and rest == 1 and num_full and micro_batch_size > 2:
+        sizes[-2:] = [micro_batch_size - 1, 2]
     rows = list(zip(*[_pieces(tensor, sizes) for tensor in tensors(batch)], strict=True))
     if is_row(batch):
         return rows, sizes
     return [map_tensors(_next_of(row), batch) for row in rows], sizes
+
+
+def detached(batch: Any) -> Any:
+    """The same memory, which autograd takes for tensors of their own: a loss may write parameters into them."""
+    return map_tensors(Tensor.detach, batch)
 
 
 def share(batch: Any, rank: int, num_ranks: int) -> Any:
@@ -180,9 +192,12 @@ def _pieces(tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     if tensor.ndim == 0:
         return [tensor] * len(sizes)
     if tensor.layout is torch.strided and not tensor.is_nested:
-        return tensor.split(sizes[0])  # type: ignore[no-any-return]
+        pieces: tuple[Tensor, ...] = tensor.split(sizes)
+        if tensor.requires_grad:  # the user wants its gradient, too
+            return pieces
+        return [piece.detach() for piece in pieces]  # a loss may write parameters into them, but not into views
     if tensor.layout is torch.sparse_coo:
-        return [_piece(tensor, part) for part in cuts(tensor.size(0), sizes[0])]
+        return [_piece(tensor, slice(stop - size, stop)) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
     raise BatchError(
         f"a tensor of the batch has the layout {tensor.layout}, which cannot be cut: "
         "pass it dense, or feed its micro-batches as a Window"

@@ -11,7 +11,7 @@ from ..core.errors import Interrupted
 from ..core.options import Fixed
 from ..core.step import Step
 from ..core.weight import Terms, times
-from . import arithmetic, checks
+from . import arithmetic, checks, nest
 from .agreement import Agreed
 from .capture import Capture
 from .collection import Collection
@@ -32,6 +32,7 @@ class Passes(Update):
     _transfer: Transfer
     _capture: Capture | None
     _batch_norms: list[nn.Module]
+    _has_told_batch_norm = False
     _time_axis: TimeAxis
     is_interrupted = False
     """Whether `interrupt` was called and nothing has stopped yet."""
@@ -71,7 +72,7 @@ class Passes(Update):
                     break
             for number in range(len(passes), self._replicas.num_passes(agreed)):
                 with self._replicas.passing(is_last=self._replicas.is_last(number, len(passes), agreed)):
-                    self._add_nothing(loss)
+                    self._add_nothing(loss, collection)
             if self._replicas.is_shared and agreed().has_weight(self.reduction):
                 self._replicas.complete(collection, is_whole=all(self._is_whole(weight) for _, weight in passes))
         if len(losses) < len(passes):
@@ -127,8 +128,9 @@ class Passes(Update):
             losses = self._capture.add(partial(self._terms, loss, len(weight)), micro_batch, scale, collection)
             if losses is not None:
                 return losses
+        collection.take()
         terms = self._terms(self._time_axis.watched(loss), len(weight), micro_batch)
-        collection.check()
+        collection.put()
         is_any_low = any(map(is_low, terms))
         self._replicas.see_loss(is_low=is_any_low)
         scale = times(scales_of[weight], self._replicas.divisor)
@@ -154,11 +156,15 @@ class Passes(Update):
             self._precision.backward((term,), (1.0,), keep_graph=keep_graph)
             collection.added()
 
-    def _add_nothing(self, loss: Loss) -> None:
+    def _add_nothing(self, loss: Loss, collection: Collection) -> None:
         """Goes through the model for the sake of ranks that have more micro-batches; what it adds counts zero."""
         with self._replicas.buffers_kept():
-            terms = self._precision.terms(loss, self.model, self._transfer.brought(self._replicas.spare))
+            collection.take()
+            spare = nest.map_tensors(Tensor.clone, self._replicas.spare)  # a loss may write into it
+            terms = self._precision.terms(loss, self.model, self._transfer.brought(spare))
+            collection.put()
             self._precision.backward(terms, tuple(torch.zeros_like(term) for term in terms))
+            collection.added()  # what other ranks add has come with it
 
     def _is_whole(self, weight: Terms) -> bool:
         """Whether no term is left out since it counts nothing."""
@@ -170,5 +176,5 @@ class Passes(Update):
         self._nonfinite.refuse_stopped()
 
     def _tell_batch_norm(self, num_micro_batches: int) -> None:
-        if num_micro_batches > 1 and self._batch_norms and checks.tell_batch_norm(self.model):
-            self._batch_norms = []  # once is enough
+        if num_micro_batches > 1 and self._batch_norms and not self._has_told_batch_norm:
+            self._has_told_batch_norm = checks.tell_batch_norm(self.model)

@@ -130,10 +130,19 @@ def _run_backward(losses: list[Tensor], seeds: list[Tensor], *, keep_graph: bool
 
     What comes before that line takes a twentieth of a small model's step (torch 2.13).
     """
-    if RUN_ENGINE is None or set(map(type, losses)) != {Tensor}:
-        torch.autograd.backward(losses, seeds, retain_graph=keep_graph)
-    else:
-        RUN_ENGINE(tuple(losses), tuple(seeds), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+    try:
+        if RUN_ENGINE is None or set(map(type, losses)) != {Tensor}:
+            torch.autograd.backward(losses, seeds, retain_graph=keep_graph)
+        else:
+            RUN_ENGINE(tuple(losses), tuple(seeds), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+    except RuntimeError as error:
+        if keep_graph and "donated buffers" in str(error):  # torch 2.13: its compiler lets a pass overwrite its inputs
+            raise OptionError(
+                "the backward pass of a compiled model cannot run once for each term of the loss: pass the batch or a "
+                "window to step() and return the terms in float32, or set torch._functorch.config.donated_buffer = "
+                "False before the model is compiled"
+            ) from error
+        raise
 
 
 def is_low(loss: Tensor) -> bool:

@@ -52,7 +52,7 @@ class Recorded:
         if self._inputs:
             with torch.no_grad():  # a loss may have called requires_grad_() on them
                 torch._foreach_copy_(self._inputs, nest.tensors(micro_batch), non_blocking=True)
-        self._take_over()
+        self._take_over(collection)
         collection.in_units_of(scale[0] if self.is_low else 1.0)
         numbers = (1.0,) if self.is_low else scale
         if numbers != self.numbers or self.precision.scaler is not None:
@@ -60,12 +60,11 @@ class Recorded:
                 seed.copy_(self.precision.seed(number, seed))
             self.numbers = numbers
         self.graph.replay()
-        collection.watch()
 
     def take_losses(self) -> list[Tensor]:
         return [loss.clone() for loss in self.losses]
 
-    def _take_over(self) -> None:
+    def _take_over(self, collection: Collection) -> None:
         """Sums that are elsewhere, or nowhere, go where the recorded pass adds to them."""
         elsewhere = [(p, buffer) for p, buffer in self.buffers.items() if p.grad is not buffer]
         if not elsewhere:
@@ -75,6 +74,7 @@ class Recorded:
             if p.grad is not None:
                 buffer.add_(p.grad)
             p.grad = buffer
+        collection.added()
 
 
 class Pass:
@@ -106,13 +106,15 @@ class Pass:
         """
         parameters = collection.parameters
         static = nest.map_tensors(lambda t: torch.empty_like(t, device=device).copy_(t), micro_batch)
+        inputs = nest.detached(static)
         kept = Kept(self._modules, device)
         before: Sums | None = None
         is_done = False
         try:
-            terms = self._forward(static)
+            collection.take()
+            terms = self._forward(inputs)
             is_any_low = check_precision(terms)
-            collection.check()
+            collection.put()
             collection.in_units_of(self._scale[0] if is_any_low else 1.0)
             before = Sums((p, g.clone()) for p, g in taken(parameters).items())  # they may lie in the buffers
             numbers = (1.0,) if is_any_low else self._scale
@@ -121,7 +123,7 @@ class Pass:
             collection.part()
             expected = taken(parameters)
             losses = [term.detach().reshape(()).clone() for term in terms]
-            strangers = weakly(leaves_of(*terms).difference(parameters, nest.tensors(static)))
+            strangers = weakly(leaves_of(*terms).difference(parameters, nest.tensors(inputs)))
             del terms
             self._check(kept, expected, strangers)
             if not (expected and math.isfinite(norm := arithmetic.norm(expected))):
@@ -164,7 +166,7 @@ class Pass:
         def work() -> None:
             torch.clear_autocast_cache()  # weights that were cast before would be read for good
             with standing_in(self._modules, leaves):
-                terms = self._forward(static)
+                terms = self._forward(nest.detached(static))
             found = self._gradients_of(terms, seeds, list(leaves.values()))
             add_up(list(buffers.values()), found)
             for output, term in zip(outputs, terms, strict=True):

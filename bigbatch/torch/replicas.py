@@ -105,6 +105,9 @@ class Replicas:
         """The loss of the whole batch; fetched when somebody asks."""
         return fetch_weighted(losses, by)
 
+    def check_hooks(self, num_hooks: tuple[int, ...], *, has_changed: bool) -> None:
+        """Refuses hooks that change the gradient on some ranks and are not there on others; reading it is fine."""
+
     def agree_on_overflow(self, scaler: GradScaler | None, optimizer: torch.optim.Optimizer) -> None:
         """Where each rank has seen only a part of the gradient."""
 
@@ -164,6 +167,15 @@ class Shared(Replicas):
                 "and not ignored, when it is wrapped"
             )
         gradients.refuse_foreign()
+
+    def check_hooks(self, num_hooks: tuple[int, ...], *, has_changed: bool) -> None:
+        num_changed = exchange(Share(num_micro_batches=int(has_changed)), self._host_group)().num_micro_batches
+        if num_changed:
+            raise RankError(
+                f"hooks of parameters changed the gradient on {num_changed} of {self.size} ranks, and ranks have "
+                f"{min(num_hooks)} to {max(num_hooks)} of them, so their parameters would differ: register the same "
+                "hooks on every rank"
+            )
 
     def sum_losses(self, losses: Sequence[Sequence[Any]], by: list[Terms], num_terms: int) -> Callable[[], Terms]:
         """Every rank takes part, so it starts at once, whether or not somebody will ask."""

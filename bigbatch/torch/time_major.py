@@ -161,7 +161,7 @@ def _run_aside(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any) ->
         for own, buffers in held:
             own.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
         with torch.random.fork_rng(devices=devices), torch.no_grad():
-            run(micro_batch)
+            run(nest.map_tensors(Tensor.clone, micro_batch))  # a loss may write into it
     finally:
         for own, buffers in held:
             own.update(buffers)

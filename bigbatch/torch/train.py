@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..core.step import History
-from ..core.train import run_epochs
+from ..core.train import check_one_way, run_epochs
 from ..core.window import AccumulationSteps
 from .accumulator import Accumulator
 from .passes import Loss
@@ -18,11 +18,13 @@ def train_with_accumulation(
     data: Iterable[Any],
     optimizer: torch.optim.Optimizer,
     loss: Loss,
-    accumulation_steps: AccumulationSteps,
+    accumulation_steps: AccumulationSteps | None = None,
     epochs: int = 1,
+    *,
+    micro_batch_size: int | None = None,
     **options: Any,
 ) -> History:
-    """Trains on windows of micro-batches and returns the history.
+    """Trains on windows of micro-batches, or on batches, and returns the history.
 
     Stands for
 
@@ -30,11 +32,21 @@ def train_with_accumulation(
             for window in windows(data, accumulation_steps):
                 accumulator.step(window)
 
-    with an accumulator that gets the other options: `weight`, `clip_norm`, `scheduler` and so on. `data` gives
-    micro-batches, and the same again each time it is iterated: a list, a DataLoader, not a generator.
+    where `data` gives micro-batches; or, with `micro_batch_size` in place of `accumulation_steps`, where it gives the
+    batches that you want, for
+
+        for epoch in range(epochs):
+            for batch in data:
+                accumulator.step(batch)
+
+    The accumulator gets the other options: `weight`, `clip_norm`, `scheduler` and so on. `data` has to give the same
+    again each time it is iterated: a list, a DataLoader, not a generator.
     With `on_nonfinite="stop"` the history ends with the step whose gradient or loss was not finite.
     """
-    accumulator = Accumulator(model, optimizer, loss, accumulation_steps=accumulation_steps, **options)
+    check_one_way(accumulation_steps, micro_batch_size)
+    accumulator = Accumulator(
+        model, optimizer, loss, micro_batch_size, accumulation_steps=accumulation_steps, **options
+    )
     return run_epochs(
         accumulator.step,
         data,

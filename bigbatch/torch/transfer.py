@@ -97,7 +97,7 @@ class Slot:
             memory = self._memory[number] = torch.empty(tensor.numel(), dtype=tensor.dtype, device=self._device)
             stream.wait_stream(torch.cuda.current_stream(self._device))  # somebody may have had this memory before
         like = torch.empty_like(tensor, device="meta")  # dense, with the order of its axes
-        return memory[: tensor.numel()].as_strided(like.size(), like.stride())
+        return memory[: tensor.numel()].as_strided(like.size(), like.stride()).detach()
 
 
 def pinned(tensor: Tensor) -> Tensor:

@@ -89,7 +89,6 @@ class Turns:
 
     def __setstate__(self, gradients: Gradients) -> None:
         self._gradients = gradients
-        self._num_groups = 0
         self.by_parameter: dict[Tensor, Turn] = {}
         self._turns: list[Turn] = []
         self._plain: list[Tensor] = []
@@ -101,17 +100,22 @@ class Turns:
         with _handing_out:
             fresh = Turn()
             known = [self.by_parameter, *(others.by_parameter for others in _live)]
-            self.by_parameter = {p: next((turns[p] for turns in known if p in turns), fresh) for p in parameters}
             _live.add(self)
             self._plain = [p for p in parameters if type(p) is nn.Parameter and not p.is_sparse]
             # In the order in which they were made: of two who want several, one gets them
-            self._turns = sorted(set(self.by_parameter.values()), key=lambda turn: turn.number)
-            self._num_groups = self._gradients.num_groups  # last: from here on nobody waits for this
+            handed = {p: next((turns[p] for turns in known if p in turns), fresh) for p in parameters}
+            self._turns = sorted(set(handed.values()), key=lambda turn: turn.number)
+            self.by_parameter = handed  # last: from here on nobody waits for this
 
     def take(self, call: str) -> Taken:
-        if self._num_groups != self._gradients.num_groups:
+        if self._has_others():
             self._hand_out()
         return Taken(self._turns, call)
+
+    def _has_others(self) -> bool:
+        """Whether the optimizer holds other parameters by now."""
+        now = self._gradients.parameters
+        return len(now) != len(self.by_parameter) or any(map(operator.is_not, now, self.by_parameter))
 
     def changed(self) -> None:
         """Says to all who share the parameters that they are not what they were."""
@@ -124,8 +128,11 @@ class Turns:
             turn.is_torn = False
 
     def seen(self) -> list[int]:
-        """Differs from what it was before if the parameters do: others stepped, or something was loaded."""
-        marks = [*map(version_of, self.by_parameter), *map(Tensor.data_ptr, self._plain)]
+        """Differs from what it was before if the parameters do: others stepped, or something was loaded.
+
+        How many there are comes first.
+        """
+        marks = [len(self.by_parameter), *map(version_of, self.by_parameter), *map(Tensor.data_ptr, self._plain)]
         for turn in self._turns:
             marks.append(turn.num_changes)
         return marks + self._gradients.steps_seen() if self._gradients.is_fused else marks

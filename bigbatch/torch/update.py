@@ -102,7 +102,7 @@ class Update:
         terms = losses if has_weight else tuple(0.0 for _ in agreement.total)
         if has_weight and self._nonfinite.minds_losses:
             terms = losses = _known(losses())
-        outcome = self._finish(sums, losses) if has_weight else None
+        outcome = self._finish(sums, losses, agreement) if has_weight else None
         self.num_steps += 1
         if isinstance(outcome, Later):
             try:
@@ -123,7 +123,7 @@ class Update:
             reduction=self.reduction,
         )
 
-    def _finish(self, sums: Sums, losses: Callable[[], Terms]) -> Outcome:
+    def _finish(self, sums: Sums, losses: Callable[[], Terms], agreement: Agreement) -> Outcome:
         """Brings the finished gradient to the parameters if it is finite."""
         if not sums:
             raise LossError(
@@ -133,7 +133,7 @@ class Update:
         try:
             self._precision.unscale(self.optimizer, sums)
             self._replicas.agree_on_overflow(self.scaler, self.optimizer)
-            self._run_hooks(sums)
+            self._run_hooks(sums, agreement.num_hooks)
             if self._need_not_wait(sums):
                 outcome = self._finish_on_device(sums)
                 self._precision.update()
@@ -155,10 +155,15 @@ class Update:
         finally:
             clear(self._gradients.parameters)
 
-    def _run_hooks(self, sums: Sums) -> None:
-        """Those of parameters. A gradient that overflowed is for the scaler, which skips the step whatever they do."""
-        if self._gradients.have_hooks() and (self.scaler is None or math.isfinite(arithmetic.norm(sums))):
-            self._gradients.run_hooks(sums)
+    def _run_hooks(self, sums: Sums, num_hooks: tuple[int, ...]) -> None:
+        """Those of parameters. A gradient that overflowed is for the scaler, which skips the step whatever they do.
+
+        If any rank has hooks, all take part: the norm may take all of them.
+        """
+        if any(num_hooks) and (self.scaler is None or math.isfinite(arithmetic.norm(sums))):
+            has_changed = self._gradients.num_hooks() > 0 and self._gradients.run_hooks(sums)
+            if len(set(num_hooks)) > 1:
+                self._replicas.check_hooks(num_hooks, has_changed=has_changed)
 
     def _not_finite(self, norm: float, sums: Sums, losses: Callable[[], Terms]) -> tuple[str | None, bool]:
         """Where it is that something is not finite, if anywhere, and whether that is for a scaler to deal with."""

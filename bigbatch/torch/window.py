@@ -60,6 +60,8 @@ class OpenWindow:
 
     def check_unchanged(self, now: list[int]) -> None:
         """Refuses to add up gradients of different parameters."""
+        if self.seen is not None:
+            self._check_number(self.seen[0], now[0])
         if self.seen is not None and self.seen != now:
             raise OrderError(
                 f"the parameters were changed in the middle of a window of {len(self)} micro-batches (by another "
@@ -67,9 +69,19 @@ class OpenWindow:
                 "change them between windows, or call forget() to drop this one"
             )
 
+    def _check_number(self, before: int, now: int) -> None:
+        if before != now:
+            raise OrderError(
+                f"the optimizer holds {now} parameters but held {before} after the first {len(self)} micro-batches of "
+                "this window, which have no gradient of the others: change its groups between windows, or call "
+                "forget() to drop this one"
+            )
+
     def check_trainable(self, parameters: Sequence[Tensor]) -> None:
         """Refuses to add up gradients of more or fewer parameters than before."""
         now = [p.requires_grad for p in parameters]
+        if self.trainable is not None:
+            self._check_number(len(self.trainable), len(now))
         if self.trainable is not None and self.trainable != now:
             num = sum(map(operator.ne, self.trainable, now))
             raise OrderError(

@@ -1,10 +1,15 @@
 """Hooks of parameters see the gradient of all ranks, once a step."""
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
+from bigbatch import RankError
 from bigbatch.torch import Accumulator
+from bigbatch.torch.shards import local
 from tests.torch.training import flat, make_loss, make_model, sgd
 
 from .shared import FEED, MICRO_BATCH_SIZE, Work, error_of, whole, wrapped
@@ -77,3 +82,74 @@ def test_torch_does_not_call_hooks_of_tensors_for_sharded_parameters(rank: int, 
     model.zero_grad()
     assert Accumulator(model, sgd(model), make_loss(work.problem), 2, **how).step(part).is_applied
     assert not seen
+
+
+READING = {
+    "reads": lambda p: p.register_hook(lambda g: float(g.norm()) and None),
+    "reads after": lambda p: p.register_post_accumulate_grad_hook(lambda p: float(local(p.grad).norm()) and None),
+    "returns what it got": lambda p: p.register_hook(lambda g: g),
+}
+CHANGING = {
+    "returns another": lambda p: p.register_hook(lambda g: g.clamp(-0.01, 0.01)),
+    "changes in place": lambda p: p.register_hook(lambda g: g.copy_(2 * g)),
+    "changes after": lambda p: p.register_post_accumulate_grad_hook(clamp),
+    "drops after": lambda p: p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)),
+}
+
+
+def step_with_hooks(hook: Any, rank: int, size: int, wrap: str, way: str, **options: Any) -> tuple[Tensor, Work]:
+    """Only the last rank has them."""
+    work = Work("samples", [[9 if rank % 2 else 6 for rank in range(size)]])
+    model = make_model(work.problem)
+    before = flat(model)
+    model, how = wrapped(model, wrap)
+    if rank == size - 1:
+        hook(next(model.parameters()))
+    accumulator = Accumulator(
+        model, sgd(model), make_loss(work.problem), MICRO_BATCH_SIZE, accumulation_steps=1000, **how, **options
+    )
+    try:
+        FEED[way](accumulator, work.own(rank)[0], work)
+    finally:
+        assert all(p.grad is None for p in model.parameters())
+        update = whole(model) - before
+    return update, work
+
+
+ON_DDP = [("ddp", "batch"), ("ddp, buckets as views", "micro_batch")]
+ON_FSDP = ("fsdp, window", "window")
+
+
+@pytest.mark.parametrize(("wrap", "way"), [*ON_DDP, ON_FSDP])
+@pytest.mark.parametrize("name", READING)
+def test_hooks_that_some_ranks_have_may_read(rank: int, size: int, name: str, wrap: str, way: str) -> None:
+    update, work = step_with_hooks(READING[name], rank, size, wrap, way)
+    model = make_model(work.problem)
+    before = flat(model)
+    make_loss(work.problem)(model, work.batches[0]).backward()
+    sgd(model).step()
+    assert error_of(update, flat(model) - before) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap", "way"),
+    [
+        *((name, *on) for name in CHANGING for on in ON_DDP),
+        *((name, *ON_FSDP) for name in CHANGING if "after" in name),  # the others are not called for shards
+    ],
+)
+def test_hooks_that_some_ranks_have_may_not_change(rank: int, size: int, name: str, wrap: str, way: str) -> None:
+    with pytest.raises(RankError, match=rf"on 1 of {size} ranks, and ranks have 0 to 1 of them"):
+        step_with_hooks(CHANGING[name], rank, size, wrap, way)
+
+
+def test_with_a_scaler_all_ranks_look_at_the_norm(rank: int, size: int) -> None:
+    """The norm of a sharded gradient takes all of them, whoever has hooks."""
+    work = Work("samples", [[4] * size])
+    model, how = wrapped(make_model(work.problem).float(), "fsdp, window")
+    if rank == size - 1:
+        READING["reads after"](next(model.parameters()))
+    accumulator = Accumulator(model, sgd(model), make_loss(work.problem), 2, scaler=GradScaler("cpu"), **how)
+    batch = work.own(rank)[0]
+    assert batch is not None
+    assert accumulator.step({name: t.float() if t.is_floating_point() else t for name, t in batch.items()}).is_applied

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bigbatch import OptionError, Window
 from bigbatch.torch import Accumulator, collection, gradients
 
 WAYS = ("batch", "micro_batch")
@@ -157,9 +158,13 @@ def test_sparse_gradients_do_not_grow_with_the_number_of_micro_batches() -> None
     sizes = []
 
     def watching(model: Any, batch: Batch) -> Tensor:
-        if model.embed.weight.grad is not None:
-            sizes.append(model.embed.weight.grad._nnz())
-        return mse(model, batch)
+        def look(_: Tensor) -> None:
+            if model.embed.weight.grad is not None:
+                sizes.append(model.embed.weight.grad._nnz())
+
+        found = mse(model, batch)
+        found.register_hook(look)  # .grad is there while the backward pass runs
+        return found
 
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), 0.1), watching, 1)
     accumulator.step(tuple(leaf.repeat(20, *[1] * (leaf.ndim - 1)) for leaf in tokens()))
@@ -378,3 +383,65 @@ def test_the_users_own_grad_dtype_is_given_back() -> None:
         Accumulator(model, optimizer, mse, 3).step(data(12, torch.bfloat16))
         assert model.weight.grad_dtype == wanted
     assert seen == [torch.bfloat16, torch.float32]
+
+
+def two_terms(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    out = model(batch[0])
+    return F.mse_loss(out.log(), batch[1]), out.square().mean()
+
+
+def with_terms(model: nn.Module, loss: Any) -> tuple[Accumulator, list[tuple[Batch, tuple[int, int]]]]:
+    parts = list(zip(*(t.split(4) for t in data()), strict=True))
+    return Accumulator(model, torch.optim.SGD(model.parameters(), 0.1), loss, accumulation_steps=len(parts)), [
+        (part, (len(part[0]), 3)) for part in parts
+    ]
+
+
+def smooth() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4), nn.Softmax(-1)).double()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("what", ["model", "loss"])
+def test_terms_of_something_compiled_that_are_fed_one_micro_batch_at_a_time(what: str) -> None:
+    torch.compiler.reset()
+    model = smooth()
+    is_model = what == "model"
+    compiled: Any = torch.compile(model if is_model else two_terms, backend="aot_eager")
+    forward, loss = (compiled, two_terms) if is_model else (model, compiled)
+    accumulator, parts = with_terms(model, loss)
+    sum(loss(forward, parts[0][0])).backward()  # torch compiles the backward pass for its first use
+    model.zero_grad()
+    with pytest.raises(OptionError, match=r"once for each term.*step\(\).*donated_buffer"):  # noqa: SIM117
+        with accumulator.micro_batch(weight=parts[0][1]) as micro:
+            micro.backward(loss(forward, parts[0][0]))
+    for p, then in zip(model.parameters(), smooth().parameters(), strict=True):
+        assert torch.equal(p, then)
+        assert p.grad is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_remedies_for_terms_of_a_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    plain, by_step, by_feeding = smooth(), smooth(), smooth()
+    accumulator, parts = with_terms(plain, two_terms)
+    accumulator.weight = lambda batch: (len(batch[0]), 3)
+    accumulator.step(Window([part for part, _ in parts]))
+    weight = accumulator.weight
+    accumulator, _ = with_terms(by_step, torch.compile(two_terms, backend="aot_eager"))
+    accumulator.weight = weight
+    accumulator.step(Window([part for part, _ in parts]))
+    monkeypatch.setattr("torch._functorch.config.donated_buffer", False)
+    torch.compiler.reset()
+    compiled = torch.compile(by_feeding, backend="aot_eager")
+    sum(two_terms(compiled, parts[0][0])).backward()
+    by_feeding.zero_grad()
+    accumulator, parts = with_terms(by_feeding, two_terms)
+    for part, weights in parts:
+        with accumulator.micro_batch(weight=weights) as micro:
+            micro.backward(two_terms(compiled, part))
+    assert micro.step is not None
+    for p, q, r in zip(plain.parameters(), by_step.parameters(), by_feeding.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(p, r, rtol=1e-10, atol=1e-12)

@@ -124,3 +124,33 @@ def test_no_epochs_are_refused() -> None:
     model = make_model(DIGITS)
     with pytest.raises(OptionError, match="epochs is 0"):
         train_with_accumulation(model, [], sgd(model), make_loss(DIGITS), accumulation_steps=4, epochs=0)
+
+
+def test_batches_that_are_cut() -> None:
+    full = Run(DIGITS, adamw, epochs=3, clip_norm=0.5, make_scheduler=warm_up).full()
+    model = make_model(DIGITS)
+    optimizer = adamw(model)
+    history = train_with_accumulation(
+        model,
+        make_batches(DIGITS),
+        optimizer,
+        make_loss(DIGITS),
+        epochs=3,
+        micro_batch_size=3,
+        scheduler=warm_up(optimizer),
+        clip_norm=0.5,
+    )
+    assert (flat(model) - flat(full.model)).norm() <= 1e-9 * full.update.norm()
+    assert history.losses == pytest.approx(logged_by_full_batch(DIGITS), rel=1e-9)
+    assert [step.micro_batch_size for step in history.steps] == [3] * 6
+    assert [step.num_micro_batches for step in history.steps] == [22, 9] * 3
+
+
+def test_how_data_is_taken_is_said_once() -> None:
+    model = make_model(DIGITS)
+    with pytest.raises(OptionError, match=r"accumulation_steps=4 .*micro_batch_size=3 .*one of the two"):
+        train_with_accumulation(model, [], sgd(model), make_loss(DIGITS), accumulation_steps=4, micro_batch_size=3)
+    with pytest.raises(OptionError, match=r"accumulation_steps=… .*micro_batch_size=…"):
+        train_with_accumulation(model, [], sgd(model), make_loss(DIGITS))
+    with pytest.raises(BatchError, match="0 batches in epoch 1 of 1"):
+        train_with_accumulation(model, [], sgd(model), make_loss(DIGITS), micro_batch_size=3)

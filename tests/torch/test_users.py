@@ -281,6 +281,59 @@ def test_a_fused_optimizer_stepped_by_hand_is_noticed() -> None:
         feed(accumulator, parts()[1])
 
 
+def one_more() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+
+GROUPS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "a group is added": lambda optimizer: optimizer.add_param_group({"params": [one_more()]}),
+    "one is appended": lambda optimizer: optimizer.param_groups[0]["params"].append(one_more()),
+    "one is put in front": lambda optimizer: optimizer.param_groups[0]["params"].insert(0, one_more()),
+}
+
+
+@pytest.mark.parametrize("where", ["between blocks", "in a block", "before flush", "after loading"])
+@pytest.mark.parametrize("how", GROUPS)
+def test_parameters_that_come_in_the_middle_of_a_window_are_named_as_the_cause(how: str, where: str) -> None:
+    accumulator = make(accumulation_steps=3)
+    feed(accumulator, parts()[0])
+    if where == "after loading":
+        accumulator.load_state_dict(accumulator.state_dict())
+    refused = pytest.raises(OrderError, match="holds 5 parameters but held 4 after the first 1 micro-batches")
+    if where == "in a block":
+        with refused, accumulator.micro_batch(weight=4) as micro:
+            GROUPS[how](accumulator.optimizer)
+            micro.backward(loss(accumulator.model, parts()[1]))
+    else:
+        GROUPS[how](accumulator.optimizer)
+        with refused:
+            if where == "before flush":
+                accumulator.flush()
+            else:
+                feed(accumulator, parts()[1])
+    accumulator.forget()
+    for part in parts():  # and from the next window on they take part
+        feed(accumulator, part)
+    accumulator.forget()
+
+
+def test_parameters_that_go_in_the_middle_of_a_window_are_named_as_the_cause() -> None:
+    accumulator = make(accumulation_steps=3)
+    feed(accumulator, parts()[0])
+    accumulator.optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(OrderError, match="holds 3 parameters but held 4"):
+        feed(accumulator, parts()[1])
+
+
+def test_an_appended_parameter_is_locked_for_other_accumulators_too() -> None:
+    model = make_model()
+    body = Accumulator(model, torch.optim.SGD(model[0].parameters(), lr=0.1), loss, 4)
+    head = Accumulator(model, torch.optim.SGD(model[2].parameters(), lr=0.1), loss, 4)
+    body.optimizer.param_groups[0]["params"].append(model[2].bias)
+    with step_under_way(body), pytest.raises(OrderError, match="another thread"):
+        head.step(make_batch())
+
+
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_a_parameter_that_is_frozen_in_the_middle_of_a_window_is_noticed(is_loaded: bool) -> None:
     accumulator = make(accumulation_steps=3)
