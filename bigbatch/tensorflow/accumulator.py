@@ -16,6 +16,7 @@ from . import checks, nest, replicas
 from .checks import WEIGHT
 from .gradients import Gradient
 from .graphs import Graphs
+from .is_mean import check_is_mean
 from .one_replica import Share, one_replica
 from .open_window import OpenWindow
 from .outcome import OnNonFinite, Outcome
@@ -111,6 +112,8 @@ class Accumulator(tf.Module):
         self._update = Update(model, optimizer, self.strategy, reduction, clip_norm, clip_value, self._outcome)
         self._window = OpenWindow(self._update, accumulation_steps)
         self._graphs = Graphs()
+        self._is_mean: Loss | None = None
+        """The loss that was tried and is a mean."""
         if model.trainable_variables:
             self._prepare()
 
@@ -137,6 +140,7 @@ class Accumulator(tf.Module):
         if self.micro_batch_size == 1:
             check_lists(batch, nest.batch_size(layout))
         self._build(layout, tensors)
+        self._check_is_mean(layout, tensors)
         with checks.telling():
             found = self._compiled(("batch", self.micro_batch_size), self._on_batch, layout, tensors)(*tensors)
         return self._told(found if self._update.optimizer.runs_in_graph else self._update.applied(*found))
@@ -146,6 +150,7 @@ class Accumulator(tf.Module):
             raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
         spread = [self._spread(micro_batch) for micro_batch in window]
         self._build(*spread[0])
+        self._check_is_mean(*spread[0])
         with checks.telling():
             weights = [self._compiled("weigh", self._on_weigh, *each)(*each[1]) for each in spread]
         replicas.check_terms(self.strategy, weights)
@@ -166,6 +171,13 @@ class Accumulator(tf.Module):
         except BaseException:
             self._window.clear()
             raise
+
+    def _check_is_mean(self, layout: nest.Layout, tensors: Sequence[Any]) -> None:
+        """Once for every loss, on replicas only: that is where losses are divided by the size of the whole batch."""
+        is_needed = self.strategy.num_replicas_in_sync > 1 and self.reduction == "mean" and self.weight is None
+        if is_needed and self._is_mean is not self.loss:
+            check_is_mean(self.model, lambda own: self.loss(self.model, layout.pack(own)), self.strategy, tensors)
+            self._is_mean = self.loss
 
     def _told(self, found: Any) -> Step:
         self._update.check(found)

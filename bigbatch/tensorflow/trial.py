@@ -16,6 +16,7 @@ from ..core.window import Window, cuts
 from . import nest
 from .accumulator import Accumulator, Loss, Weight
 from .checks import batch_norms, layers_of
+from .dropout import dropout_off, dropouts
 from .gradients import dense
 from .internals import outside_of_scopes
 from .one_replica import Share, one_replica
@@ -157,22 +158,6 @@ def recorder() -> Any:
             self.seen = list(grads_and_vars)
 
     return Recorder(0.0)
-
-
-def dropouts(model: Any) -> list[Any]:
-    return [layer for layer in layers_of(model) if getattr(layer, "rate", 0) and "Dropout" in type(layer).__name__]
-
-
-@contextmanager
-def dropout_off(model: Any) -> Iterator[None]:
-    before = [(layer, layer.rate) for layer in dropouts(model)]
-    for layer, _ in before:
-        layer.rate = 0.0
-    try:
-        yield
-    finally:
-        for layer, rate in before:
-            layer.rate = rate
 
 
 def wide_copy(model: Any, dtype: str) -> Any:

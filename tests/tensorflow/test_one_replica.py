@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from bigbatch import LossError, Window
+from bigbatch import BigBatchWarning, LossError, Window
 from bigbatch.tensorflow import Accumulator, train_with_accumulation, verify
 from tests.problems import samples
 
@@ -349,12 +349,69 @@ def test_verify_runs_on_the_replicas(name: str, kind: Callable[[], Any], where: 
     assert seen == {(False, 0), (True, 0), (True, 1)}
 
 
-def test_verify_names_a_sum_divided_by_hand() -> None:
-    with mirrored().scope():
+# --- divided by hand -------------------------------------------------------------------------------------------
+
+
+def by_hand(model: Any, batch: Batch) -> Any:
+    return tf.reduce_sum(per_sample(model, batch)) / SIZE
+
+
+def by_a_loss_that_adds_up(model: Any, batch: Batch) -> Any:
+    return loss_object(keras, "sum")(batch["y"], model(batch["x"], training=True)) * (1.0 / SIZE)
+
+
+def by_hand_and_a_penalty(model: Any, batch: Batch) -> Any:
+    return by_hand(model, batch) + tf.nn.scale_regularization_loss(penalty(model))
+
+
+@pytest.mark.parametrize("way", ["batch", "window"])
+@pytest.mark.parametrize("loss", [by_hand, by_a_loss_that_adds_up, by_hand_and_a_penalty])
+def test_a_loss_divided_by_hand_is_refused_with_the_remedy(loss: Any, way: str) -> None:
+    accumulator = make(loss, 3)
+    before = flat(accumulator.model)
+    with pytest.raises(LossError, match=r"the loss adds up over samples, .*return the mean .*reduce_mean") as told:
+        accumulator.step(on_replicas((14, 8)) if way == "batch" else Window([on_replicas((14, 8))]))
+    np.testing.assert_array_equal(flat(accumulator.model), before)
+    assert ('pass reduction="sum"' in str(told.value)) == (loss is not by_hand_and_a_penalty)
+
+
+@pytest.mark.parametrize("loss", [by_hand, by_a_loss_that_adds_up])
+def test_and_the_remedy_is_exact(loss: Any) -> None:
+    accumulator = make(loss, 3, reduction="sum")
+    assert_same(accumulator, accumulator.step(on_replicas((22, 0))), full_batch(mean))
+
+
+def test_a_loss_set_later_is_tried_too_and_what_moves_is_put_back() -> None:
+    def normalised() -> Any:
         model = make_model()
+        model.add(keras.layers.BatchNormalization(dtype="float64"))
+        model.add(keras.layers.Dropout(0.5, dtype="float64"))
+        return model
 
-    def by_hand(model: Any, batch: Batch) -> Any:
-        return tf.reduce_sum(per_sample(model, batch)) / SIZE
+    with mirrored().scope(), pytest.warns(BigBatchWarning, match="BatchNormalization"):
+        model = normalised()
+        accumulator = Accumulator(model, keras.optimizers.SGD(0.1), mean, 22)
+    accumulator._check_is_mean(*accumulator._spread(on_replicas((14, 8))))
+    for v, fresh in zip(model.non_trainable_variables, normalised().non_trainable_variables, strict=True):
+        if v.dtype == "float64":  # not the seed
+            np.testing.assert_array_equal(v.numpy(), fresh.numpy())
+    accumulator.loss = by_hand
+    with pytest.raises(LossError, match="adds up over samples"):
+        accumulator.step(on_replicas((14, 8)))
 
-    (cause,) = verify(model, make_batch(), by_hand, 5).causes
-    assert "couples" not in cause
+
+@pytest.mark.usefixtures("eagerly")
+@pytest.mark.parametrize("kind", ["a root of a mean", "a product", "half precision", "no scalar"])
+def test_other_losses_are_not_taken_for_a_sum(kind: str) -> None:
+    losses: dict[str, Callable[..., Any]] = {
+        "a root of a mean": lambda model, batch: tf.sqrt(mean(model, batch)),
+        "a product": lambda model, batch: tf.reduce_prod(per_sample(model, batch)),
+        "half precision": lambda model, batch: tf.reduce_mean(tf.cast(per_sample(model, batch), tf.bfloat16)),
+        "no scalar": per_sample,
+    }
+    accumulator = make(losses[kind], 3)
+    if kind == "no scalar":
+        with pytest.raises(LossError, match="the loss has the shape"):
+            accumulator.step(on_replicas((14, 8)))
+    else:
+        assert accumulator.step(on_replicas((14, 8))).is_applied
