@@ -106,7 +106,7 @@ class Accumulator(tf.Module):
         self.reduction = reduction
         self.jit_compile = jit_compile
         self.num_traces = 0
-        """How many graphs were made of batches; it stays the same while only their sizes vary."""
+        """How many graphs were made of batches; it stays the same while only their sizes vary, or soon does."""
         self.strategy = replicas.strategy_of(model)
         self._outcome = Outcome(on_nonfinite, max_skipped, self.strategy)
         self._update = Update(model, optimizer, self.strategy, reduction, clip_norm, clip_value, self._outcome)
@@ -174,10 +174,18 @@ class Accumulator(tf.Module):
 
     def _check_is_mean(self, layout: nest.Layout, tensors: Sequence[Any]) -> None:
         """Once for every loss, on replicas only: that is where losses are divided by the size of the whole batch."""
-        is_needed = self.strategy.num_replicas_in_sync > 1 and self.reduction == "mean" and self.weight is None
-        if is_needed and self._is_mean is not self.loss:
-            check_is_mean(self.model, lambda own: self.loss(self.model, layout.pack(own)), self.strategy, tensors)
-            self._is_mean = self.loss
+        if self.strategy.num_replicas_in_sync == 1 or self.reduction == "sum" or self._is_mean is self.loss:
+            return
+
+        def loss(own: Sequence[Any]) -> Any:
+            return self.loss(self.model, layout.pack(own))
+
+        def weight(own: Sequence[Any]) -> Any:
+            batch = layout.pack(own)
+            return nest.batch_size(nest.Layout(batch)) if self.weight is None else self.weight(batch)
+
+        check_is_mean(self.model, loss, weight, self.strategy, tensors)
+        self._is_mean = self.loss
 
     def _told(self, found: Any) -> Step:
         self._update.check(found)

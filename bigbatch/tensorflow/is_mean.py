@@ -5,7 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..core.errors import LossError
+from ..core.errors import BigBatchError, LossError
+from ..core.weight import as_terms
 from . import nest
 from .dropout import dropout_off
 from .one_replica import Share, one_replica
@@ -17,33 +18,44 @@ LOW = 2.0**-8
 
 
 def check_is_mean(
-    model: Any, loss: Callable[[Any], Any], strategy: tf.distribute.Strategy, tensors: Sequence[Any]
+    model: Any,
+    loss: Callable[[Any], Any],
+    weight: Callable[[Any], Any],
+    strategy: tf.distribute.Strategy,
+    tensors: Sequence[Any],
 ) -> None:
     """Refuses a loss that grows by the same amount with every sample, as `tf.reduce_sum(…) / GLOBAL_BATCH_SIZE` does.
 
-    `tensors` are those of a batch, and `loss` takes others in their place. A mean stays what it is when a sample is
-    repeated. What moves with a forward pass is put back.
+    `tensors` are those of a batch, and `loss` and `weight` take others in their place. A mean stays what it is when a
+    sample is repeated, while a weight that counts is so many times larger. What moves with a forward pass is put back.
     """
     if not all(isinstance(t, tf.Tensor | tf.distribute.DistributedValues) for t in tensors):
         return
     share = Share(1)
+    found: list[tuple[Sequence[Any], Sequence[Any]]] = []
 
-    def on_replica(*own: Any) -> list[Any]:
-        sample = [nest.part(t, 0, 1) for t in own]
+    def on_replica(*own: Any) -> None:
+        one = [nest.part(t, 0, 1) for t in own]
+        samples = [[t if t.shape.rank == 0 else tf.concat([t] * num, 0) for t in one] for num in (1, 2, 3)]
         with one_replica(share):
-            return [loss([t if t.shape.rank == 0 else tf.concat([t] * num, 0) for t in sample]) for num in (1, 2, 3)]
+            losses = [as_terms(loss(each)) for each in samples]
+        weights = [as_terms(weight(each)) for each in samples]
+        found.extend(zip(zip(*losses, strict=True), zip(*weights, strict=True), strict=True))
 
     held = [(v, tf.identity(as_tf_variable(v))) for v in model.variables if not v.trainable]
     try:
         with dropout_off(model):
-            found = strategy.run(on_replica, args=tuple(tensors))
-    except (tf.errors.OpError, LossError, TypeError, ValueError):  # whatever is wrong shows in the step
+            strategy.run(on_replica, args=tuple(tensors))
+    except (tf.errors.OpError, BigBatchError, TypeError, ValueError):  # whatever is wrong shows in the step
         return
     finally:
         for v, value in held:
             v.assign(value)
-    if not share.is_used:  # then it is known by what the loss divides
-        for values in zip(*map(strategy.experimental_local_results, found), strict=True):
+    if share.is_used:  # it is known by what the loss divides
+        return
+    for values, weights in found:
+        first, *_, last = (float(tf.reduce_sum(tf.cast(w, tf.float64))) for w in weights)
+        if last == 3 * first > 0:
             check_values(values)
 
 

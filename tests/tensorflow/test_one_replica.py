@@ -375,6 +375,22 @@ def test_a_loss_divided_by_hand_is_refused_with_the_remedy(loss: Any, way: str) 
     assert ('pass reduction="sum"' in str(told.value)) == (loss is not by_hand_and_a_penalty)
 
 
+@pytest.mark.parametrize("kind", ["tokens", "a term", "one a micro-batch"])
+def test_it_is_refused_if_the_weight_counts_what_it_adds_up(kind: str) -> None:
+    weights: dict[str, Callable[[Batch], Any]] = {
+        "tokens": lambda batch: batch["y"] + 1,
+        "a term": lambda batch: (len(batch["y"]), tf.shape(batch["y"])[0]),
+        "one a micro-batch": lambda batch: 1,
+    }
+    loss = by_hand if kind != "a term" else lambda model, batch: (mean(model, batch), by_hand(model, batch))
+    accumulator = make(loss, 22, weight=weights[kind])
+    if kind == "one a micro-batch":  # which says that every micro-batch counts the same, whatever its size
+        assert accumulator.step(on_replicas((22, 0))).is_applied
+    else:
+        with pytest.raises(LossError, match="adds up over samples"):
+            accumulator.step(on_replicas((14, 8)))
+
+
 @pytest.mark.parametrize("loss", [by_hand, by_a_loss_that_adds_up])
 def test_and_the_remedy_is_exact(loss: Any) -> None:
     accumulator = make(loss, 3, reduction="sum")
