@@ -10,6 +10,7 @@ from tensorflow.python.autograph.core.converter import ConversionOptions
 from tensorflow.python.autograph.impl.api import converted_call
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.eager import record
+from tensorflow.python.eager.polymorphic_function import function_context
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_util
 
@@ -61,3 +62,14 @@ def replace_public(package: str, name: str, make: Callable[[Callable[..., Any]],
     wrapped = make(getattr(getattr(tf, package), name))
     for module in (getattr(tf, package), getattr(tf.compat.v2, package)):
         setattr(module, name, wrapped)
+
+
+def trace_apart(kind: Callable[[], str]) -> None:
+    """From now on a tf.function is traced anew where `kind` is another than where it was traced."""
+    plain = function_context.make_function_context
+
+    def make_function_context(scope_type: Any = None) -> Any:
+        found = plain(scope_type)
+        return found._replace(scope_type=(found.scope_type, kind())) if kind() else found
+
+    function_context.make_function_context = make_function_context

@@ -109,5 +109,6 @@ def _having(plain: Callable[[], bool]) -> Callable[[], bool]:
 
 
 internals.replace_num_replicas(_num_replicas)
+internals.trace_apart(lambda: "" if _here.share is None else "one replica")
 internals.replace_public("nn", "compute_average_loss", _averaging)
 internals.replace_public("distribute", "has_strategy", _having)  # tf_keras's losses refuse a mean if there is one

@@ -349,6 +349,34 @@ def test_verify_runs_on_the_replicas(name: str, kind: Callable[[], Any], where: 
     assert seen == {(False, 0), (True, 0), (True, 1)}
 
 
+@pytest.mark.parametrize("order", ["plainly first", "here first"])
+@pytest.mark.parametrize("way", ["batch", "add"])
+def test_a_loss_that_is_a_graph_is_another_one_elsewhere(way: str, order: str) -> None:
+    """A tf.function keeps what it was traced with."""
+    loss = tf.function(by_keras, reduce_retracing=True)
+    accumulator = make(loss, 3, accumulation_steps=1)
+
+    def divided() -> list[float]:
+        found = mirrored().run(lambda batch: loss(accumulator.model, batch), args=(on_replicas((14, 8)),))
+        return [float(value) for value in mirrored().experimental_local_results(found)]
+
+    parts = [
+        mean(accumulator.model, {n: a[rows] for n, a in make_batch().items()}) for rows in (slice(14), slice(14, 22))
+    ]
+    wanted = [pytest.approx(float(part) / 2, rel=1e-12) for part in parts]
+    if order == "plainly first":
+        assert divided() == wanted
+    with mirrored().scope():
+        before = accumulator.model.get_weights()
+    if way == "batch":
+        accumulator.step(on_replicas((14, 8)))
+    else:
+        adder(accumulator, loss)(on_replicas((14, 8)))
+    assert error(accumulator.model, full_batch(mean)[0]) <= 1e-12
+    accumulator.model.set_weights(before)
+    assert divided() == wanted
+
+
 # --- divided by hand -------------------------------------------------------------------------------------------
 
 
