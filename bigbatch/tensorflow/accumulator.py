@@ -1,5 +1,6 @@
 """The accumulator: one graph a window, on one device or under any tf.distribute strategy."""
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -7,20 +8,44 @@ from typing import Any
 import tensorflow as tf
 
 from ..core.errors import BatchError, OptionError, OrderError
+from ..core.options import Fixed, Option, check_callable, check_size
 from ..core.step import Step
 from ..core.weight import Reduction, check_reduction
-from ..core.window import AccumulationSteps, Window, check_lists, positive
+from ..core.window import AccumulationSteps, Window, check_lists
 from . import checks, nest, replicas
 from .checks import WEIGHT
 from .gradients import Gradient
+from .graphs import Graphs
+from .is_mean import check_is_mean
+from .one_replica import Share, one_replica
 from .open_window import OpenWindow
 from .outcome import OnNonFinite, Outcome
-from .sums import Graphs
 from .update import Update
 from .window import WindowGraph
 
 Loss = Callable[[Any, Any], Any]
 Weight = Callable[[Any], Any]
+
+
+class PartOption:
+    """An option that a part of the accumulator holds; a graph of the user's that has add() in it was made with it."""
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, accumulator: Any, owner: type | None = None) -> Any:
+        return self if accumulator is None else getattr(getattr(accumulator, self._part), self._name)
+
+    def __set__(self, accumulator: Any, value: Any) -> None:
+        if accumulator._window.is_traced and value != self.__get__(accumulator):
+            raise OptionError(
+                f"{self._name} cannot be changed any more, since a tf.function of yours that calls add() or flush() "
+                "was made with it: set it before, or make a new Accumulator"
+            )
+        setattr(getattr(accumulator, self._part), self._name, value)
 
 
 class Accumulator(tf.Module):
@@ -42,7 +67,17 @@ class Accumulator(tf.Module):
         accumulator.flush()                           # the last, shorter window
 
     For a model that was made under a strategy the batch is the union of all replicas'.
+
+    `accumulator.clip_norm = 0.5` and the like are checked as here, and used from the next step on. What is built when
+    the accumulator is made (model, optimizer, reduction, jit_compile) cannot be changed.
     """
+
+    model, optimizer, reduction, jit_compile = Fixed(), Fixed(), Fixed(), Fixed()
+    loss, weight = Option(check_callable), Option(check_callable)
+    micro_batch_size = Option(check_size)
+    accumulation_steps = PartOption("_window")
+    clip_norm, clip_value = PartOption("_update"), PartOption("_update")
+    on_nonfinite, max_skipped = PartOption("_outcome"), PartOption("_outcome")
 
     def __init__(
         self,
@@ -63,31 +98,22 @@ class Accumulator(tf.Module):
         super().__init__(name="accumulator")
         check_reduction(reduction)
         checks.check_model(model)
-        checks.check_callable("loss", loss)
-        checks.check_callable("weight", weight)
-        checks.check_clip("clip_norm", clip_norm)
-        checks.check_clip("clip_value", clip_value)
-        if micro_batch_size is not None:
-            micro_batch_size = positive("micro_batch_size", micro_batch_size)
-        if accumulation_steps is not None and not callable(accumulation_steps):
-            accumulation_steps = positive("accumulation_steps", accumulation_steps)
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
         self.weight = weight
         self.micro_batch_size = micro_batch_size
-        self.accumulation_steps = accumulation_steps
-        self.reduction: Reduction = reduction
-        self.clip_norm = clip_norm
-        self.clip_value = clip_value
+        self.reduction = reduction
         self.jit_compile = jit_compile
         self.num_traces = 0
-        """How many graphs were made of batches; it stays the same while only their sizes vary."""
+        """How many graphs were made of batches; it stays the same while only their sizes vary, or soon does."""
         self.strategy = replicas.strategy_of(model)
         self._outcome = Outcome(on_nonfinite, max_skipped, self.strategy)
         self._update = Update(model, optimizer, self.strategy, reduction, clip_norm, clip_value, self._outcome)
         self._window = OpenWindow(self._update, accumulation_steps)
         self._graphs = Graphs()
+        self._is_mean: Loss | None = None
+        """The loss that was tried and is a mean."""
         if model.trainable_variables:
             self._prepare()
 
@@ -114,6 +140,7 @@ class Accumulator(tf.Module):
         if self.micro_batch_size == 1:
             check_lists(batch, nest.batch_size(layout))
         self._build(layout, tensors)
+        self._check_is_mean(layout, tensors)
         with checks.telling():
             found = self._compiled(("batch", self.micro_batch_size), self._on_batch, layout, tensors)(*tensors)
         return self._told(found if self._update.optimizer.runs_in_graph else self._update.applied(*found))
@@ -123,6 +150,7 @@ class Accumulator(tf.Module):
             raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
         spread = [self._spread(micro_batch) for micro_batch in window]
         self._build(*spread[0])
+        self._check_is_mean(*spread[0])
         with checks.telling():
             weights = [self._compiled("weigh", self._on_weigh, *each)(*each[1]) for each in spread]
         replicas.check_terms(self.strategy, weights)
@@ -144,6 +172,21 @@ class Accumulator(tf.Module):
             self._window.clear()
             raise
 
+    def _check_is_mean(self, layout: nest.Layout, tensors: Sequence[Any]) -> None:
+        """Once for every loss, on replicas only: that is where losses are divided by the size of the whole batch."""
+        if self.strategy.num_replicas_in_sync == 1 or self.reduction == "sum" or self._is_mean is self.loss:
+            return
+
+        def loss(own: Sequence[Any]) -> Any:
+            return self.loss(self.model, layout.pack(own))
+
+        def weight(own: Sequence[Any]) -> Any:
+            batch = layout.pack(own)
+            return nest.batch_size(nest.Layout(batch)) if self.weight is None else self.weight(batch)
+
+        check_is_mean(self.model, loss, weight, self.strategy, tensors)
+        self._is_mean = self.loss
+
     def _told(self, found: Any) -> Step:
         self._update.check(found)
         return self._update.told(found, self.micro_batch_size)
@@ -154,6 +197,7 @@ class Accumulator(tf.Module):
         is_spread = num_replicas > 1 and replicas.is_spread(batch)
         layouts = [nest.Layout(part) for part in (replicas.parts(self.strategy, batch) if is_spread else [batch])]
         layout = layouts[0]
+        layout.others = layouts[1:]
         batch_size = sum(map(nest.batch_size, layouts))
         if batch_size == 0 and not is_spread and replicas.are_all_here(self.strategy):
             raise BatchError(f"{layout.names()[0]} has 0 samples: leave empty batches out of the stream")
@@ -179,21 +223,23 @@ class Accumulator(tf.Module):
         """
         in_python = tf.config.functions_run_eagerly()  # to be looked into
         functions = (self.loss, self.weight)  # kept with the graph, so that nothing else gets their ids
-        key = (name, layout.key, more, tuple(map(id, (*functions, *self.model.trainable_variables))), in_python)
-        made = (graphs or self._graphs).made if layout.is_lasting else {}
-        if key not in made:
+        options = self.clip_norm, self.clip_value, self.on_nonfinite
+        ids = tuple(map(id, (*functions, *self.model.trainable_variables)))
+        key = (name, layout.kind, more, options, ids, in_python)
+
+        def compiled(specs: Sequence[tf.TypeSpec]) -> Any:
             checks.check_trainable(self.model, is_called=True)
             self._update.optimizer.check_knows(self.model.trainable_variables)
-            specs = [*more, *map(replicas.any_size, tensors)]
-            function = tf.function(make(layout), input_signature=specs, autograph=False)
-            call = function if in_python else function.get_concrete_function()  # which is cheaper to call
-            made[key] = (call, functions)
-        return made[key][0]
+            function = tf.function(make(layout), input_signature=[*more, *specs], autograph=False)
+            return function if in_python else function.get_concrete_function()  # which is cheaper to call
+
+        kept = (graphs or self._graphs) if layout.is_lasting else Graphs()
+        return kept.graph(key, layout.shapes, lambda: map(replicas.any_size, tensors), compiled, functions)
 
     def _window_graph(self, layout: nest.Layout) -> WindowGraph:
         return WindowGraph(
             layout,
-            lambda batch: self.loss(self.model, batch),  # type: ignore[misc]
+            functools.partial(self.loss, self.model),
             self.weight,
             self.reduction,
             self._update.variables_now,
@@ -258,6 +304,20 @@ class Accumulator(tf.Module):
         with self._alone_if_eager():
             return self._window.flush()
 
+    def one_replica(self) -> AbstractContextManager[None]:
+        """Around a loss whose gradient goes to `add`: a loss that divides by the number of replicas divides by one.
+
+            def on_replica(x, y):
+                with tf.GradientTape() as tape, accumulator.one_replica():
+                    value = tf.nn.compute_average_loss(cross_entropy(y, model(x, training=True)))
+                accumulator.add(tape.gradient(value, model.trainable_variables), weight=len(y), loss=value)
+
+        Keras's losses, tf.nn.compute_average_loss, tf.nn.scale_regularization_loss and whatever else reads
+        `strategy.num_replicas_in_sync` give the mean over this replica's micro-batch then, which is what `add` wants.
+        `step` computes its loss so by itself.
+        """
+        return one_replica(Share(1 if self.reduction == "sum" else None))
+
     def _alone_if_eager(self) -> AbstractContextManager[None]:
         """On the replica that calls, if one does; when a graph is run, nobody sees who runs it."""
         if not tf.executing_eagerly():
@@ -293,7 +353,8 @@ class Accumulator(tf.Module):
             return
 
         def on_replica(*own: Any) -> None:
-            self.loss(self.model, layout.pack([nest.part(tensor, 0, 1) for tensor in own]))  # type: ignore[misc]
+            with one_replica(Share(1)):
+                self.loss(self.model, layout.pack([nest.part(tensor, 0, 1) for tensor in own]))
 
         if not self.model.trainable_variables:
             self.strategy.run(on_replica, args=tensors)

@@ -1,6 +1,5 @@
 """What can be seen to be wrong before anything is changed."""
 
-import numbers
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import tensorflow as tf
 from ..core.errors import BigBatchWarning, GradientError, LossError, OptionError, OrderError, WeightError
 from ..core.weight import Terms, check_terms, check_weight, is_number
 from .gradients import wide_dtype
+from .internals import is_for_xla
 
 WEIGHT = tf.float64  # counts are exact in it
 BAD_LOSS = "the loss is no scalar: return the mean, for example tf.reduce_mean(loss)"
@@ -21,16 +21,6 @@ BAD_WEIGHT = (
     "the weight of a micro-batch is negative or not finite: a weight says over how many samples or tokens "
     "the loss is a mean, so it must be a finite number of at least 0"
 )
-
-
-def check_clip(name: str, value: Any) -> None:
-    if value is not None and not (isinstance(value, numbers.Real) and float(value) > 0):
-        raise OptionError(f"{name} is {value!r}: pass a number above 0, or None")
-
-
-def check_callable(name: str, value: Any) -> None:
-    if value is not None and not callable(value):
-        raise OptionError(f"{name} is {value!r}: pass a function")
 
 
 def check_model(model: Any) -> None:
@@ -79,6 +69,8 @@ def loss_at_hand(loss: Any) -> tf.Tensor:
     """The loss of one micro-batch that the user took the gradient of."""
     if not (is_number(loss) or (hasattr(loss, "dtype") and tf.as_dtype(loss.dtype).is_floating)):
         raise LossError(f"the loss is a {type(loss).__name__}: pass the micro-batch's mean loss, a scalar")
+    if hasattr(loss, "shape") and loss.shape == (0,):  # Keras's mean over nothing
+        return tf.constant(np.nan, WEIGHT)
     if hasattr(loss, "shape") and tf.TensorShape(loss.shape).rank not in (None, 0):
         raise LossError(f"the loss has the shape {loss.shape}: pass the micro-batch's mean loss, a scalar")
     return tf.reshape(tf.cast(loss, WEIGHT), [])
@@ -110,7 +102,12 @@ def added_up(weight: Any) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def checked(value: tf.Tensor, is_good: tf.Tensor, message: str = BAD_WEIGHT) -> tf.Tensor:
-    """The value, with a check in the graph; `telling` turns it into the error that it is."""
+    """The value, with a check in the graph; `telling` turns it into the error that it is.
+
+    XLA leaves checks out: there a bad number becomes NaN, and the step is not made.
+    """
+    if is_for_xla() and value.dtype.is_floating:
+        return tf.where(is_good, value, tf.constant(np.nan, value.dtype))
     with tf.control_dependencies([tf.debugging.Assert(is_good, [message])]):
         return tf.identity(value)
 

@@ -22,24 +22,27 @@ class Layout:
         self.batch = batch
         self.leaves = [as_leaf(item) for item in tf.nest.flatten(batch)]
         self.places = [k for k, leaf in enumerate(self.leaves) if is_tensor(leaf)]
+        self.others: list[Layout] = []
+        """Those of the batch's parts on other replicas, where they came in parts."""
 
     @property
     def tensors(self) -> list[Leaf]:
         return [self.leaves[k] for k in self.places]
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for batches that one compiled function can take."""
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for batches that one compiled function can take, if it takes tensors of all their shapes."""
         return structure(self.batch), *map(kind, self.leaves)
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """The shapes of the tensors, without the batch axis."""
+        return tuple(shape_of_row(self.leaves[k]) for k in self.places), *(other.shapes for other in self.others)
 
     @property
     def is_lasting(self) -> bool:
         """Whether equal keys mean equal batches; an object of a class of the user's may change between two calls."""
         return all(is_tensor(leaf) or isinstance(leaf, PLAIN + NAMED) for leaf in self.leaves)
-
-    def specs(self) -> list[tf.TypeSpec]:
-        """The kinds of the tensors, for a batch of any size."""
-        return [any_size(leaf) for leaf in self.tensors]
 
     def pack(self, tensors: Sequence[Leaf]) -> Any:
         """The batch with other tensors in place of its own."""
@@ -64,12 +67,18 @@ def structure(batch: Any) -> Any:
 
 
 def kind(leaf: Any) -> Any:
-    """What of a leaf is the same for batches of any size."""
+    """What of a leaf is the same for batches of any size and shape."""
     if isinstance(leaf, tf.Tensor):
-        return leaf.dtype, leaf.shape.rank, *leaf.shape[1:]
-    if is_tensor(leaf):
-        return any_size(leaf)
+        return leaf.dtype, leaf.shape.rank
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.RaggedTensor, leaf.dtype, leaf.shape.rank, leaf.ragged_rank, leaf.row_splits.dtype
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.SparseTensor, leaf.dtype, leaf.shape.rank
     return leaf if isinstance(leaf, NAMED) else (type(leaf), repr(leaf))  # 1, 1.0 and True are equal
+
+
+def shape_of_row(leaf: Leaf) -> tuple[int | None, ...]:
+    return () if leaf.shape.rank == 0 else tuple(leaf.shape[1:])
 
 
 def as_leaf(item: Any) -> Any:

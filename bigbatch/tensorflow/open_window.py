@@ -6,18 +6,23 @@ from typing import Any
 import tensorflow as tf
 
 from ..core.errors import GradientError, OptionError, OrderError
+from ..core.options import Option, check_steps
 from ..core.step import Step
 from ..core.weight import is_number
 from ..core.window import AccumulationSteps, positive, steps_at
 from . import checks, gradients, users
 from .checks import WEIGHT
 from .gradients import Gradient
+from .internals import converted
+from .one_replica import check_loss
 from .sums import OTHER_VARIABLES, Sums
 from .update import Update
 
 
 class OpenWindow(tf.Module):
     """Sums of gradients, and the step at the window's end."""
+
+    accumulation_steps = Option(check_steps)
 
     def __init__(self, update: Update, accumulation_steps: AccumulationSteps | None) -> None:
         super().__init__(name="window")
@@ -27,6 +32,8 @@ class OpenWindow(tf.Module):
         self.accumulation_steps = accumulation_steps
         self._sums: Sums | None = None
         self._changes: Any = None
+        self.is_traced = False
+        """Whether a graph of the user's was made of a call."""
         with self.strategy.scope():
             self._told = tf.Variable(tf.zeros([5], WEIGHT), trainable=False, name="told")
 
@@ -51,6 +58,8 @@ class OpenWindow(tf.Module):
             raise OrderError(
                 f"the model is on {self.strategy.num_replicas_in_sync} replicas: call add() in what strategy.run runs"
             )
+        if self.reduction == "mean":
+            check_loss()
         steps = self._steps_now()
         counted = self.update.outcome.unless_too_many(checks.weight_at_hand(1 if weight is None else weight))
         factor = tf.ones([], WEIGHT) if self.reduction == "sum" else counted
@@ -85,6 +94,7 @@ class OpenWindow(tf.Module):
             raise OptionError(
                 f"{type(optimizer.optimizer).__name__} steps in eager code only: call {call} outside of tf.function"
             )
+        self.is_traced |= not tf.executing_eagerly()
 
     def flush(self) -> Step | None:
         """Across replicas: the step of the window that is open, however short; in eager code None if none is."""
@@ -172,7 +182,7 @@ class OpenWindow(tf.Module):
         if callable(steps) and tf.executing_eagerly():
             steps = steps_at(steps, int(self.update.num_steps.numpy()))
         elif callable(steps):
-            steps = steps(self.update.num_steps)
+            steps = converted(steps, self.update.num_steps)
         if is_number(steps):
             return tf.constant(positive("accumulation_steps(step)", steps))
         with tf.control_dependencies([tf.debugging.Assert(steps >= 1, [checks.BAD_STEPS])]):

@@ -97,7 +97,10 @@ class Optimizer:
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         if self.kind != "keras":  # Keras 3 clips and unscales in float32 and rounds by itself
             pairs = [(g if g.dtype == v.dtype else tf.cast(g, v.dtype), v) for g, v in pairs]
-        if self.kind != "tf_keras":
+        if self.kind == "v1":
+            self.optimizer.apply_gradients(pairs, global_step=tf.compat.v1.train.get_global_step())
+            return
+        if self.kind == "keras":
             self.optimizer.apply_gradients(pairs)
             return
         if hasattr(self.optimizer, "get_unscaled_gradients"):  # it leaves that to its caller, unlike Keras 3

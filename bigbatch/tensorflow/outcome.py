@@ -1,12 +1,12 @@
 """What becomes of a step that is not finite: it is skipped, raised as an error, or the end of the run."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
 
 from ..core.errors import NonFiniteError, OptionError, OrderError
-from ..core.window import positive
+from ..core.options import Option, check_on_nonfinite, check_size
 from . import checks
 
 OnNonFinite = Literal["skip", "raise", "stop"]
@@ -35,12 +35,13 @@ class Outcome(tf.Module):
     gradient is finite, to know which way to go, so that looking waits for nothing more.
     """
 
+    on_nonfinite = Option(check_on_nonfinite)
+    max_skipped = Option(check_size)
+
     def __init__(self, on_nonfinite: OnNonFinite, max_skipped: int | None, strategy: tf.distribute.Strategy) -> None:
         super().__init__(name="outcome")
-        if on_nonfinite not in get_args(OnNonFinite):
-            raise OptionError(f'on_nonfinite={on_nonfinite!r} is unknown: pass "skip", "raise" or "stop"')
         self.on_nonfinite = on_nonfinite
-        self.max_skipped = None if max_skipped is None else positive("max_skipped", max_skipped)
+        self.max_skipped = max_skipped
         self.is_stopped = False
         with strategy.scope():
             self.record = tf.Variable(tf.zeros([len(Record._fields)], tf.int32), trainable=False, name="skipped")

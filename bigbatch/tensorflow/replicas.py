@@ -10,9 +10,12 @@ from . import nest
 
 
 def strategy_of(model: Any) -> tf.distribute.Strategy:
-    """The strategy that the model was made under, or else the one that is in scope."""
-    strategy = getattr(model, "distribute_strategy", None)
-    return strategy if isinstance(strategy, tf.distribute.Strategy) else tf.distribute.get_strategy()
+    """The strategy that the model, or its first variable, was made under, or else the one that is in scope."""
+    for owner in (model, *map(as_tf_variable, model.trainable_variables[:1])):
+        strategy = getattr(owner, "distribute_strategy", None)
+        if isinstance(strategy, tf.distribute.Strategy):
+            return strategy
+    return tf.distribute.get_strategy()
 
 
 def is_spread(batch: Any) -> bool:

@@ -9,19 +9,13 @@ import tensorflow as tf
 from . import gradients, replicas
 from .checks import WEIGHT
 from .gradients import Gradient
+from .graphs import Graphs
 from .window import reduced
 
 OTHER_VARIABLES = (
     "bigbatch: other variables got a gradient in this window than the graph that ends it was made for: "
     "call add() and flush() in eager code"
 )
-
-
-class Graphs:
-    """The graphs that were made; a plain dict would be taken into checkpoints by tf.Module."""
-
-    def __init__(self) -> None:
-        self.made: dict[Any, Any] = {}
 
 
 class Sums(tf.Module):

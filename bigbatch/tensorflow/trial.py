@@ -16,7 +16,10 @@ from ..core.window import Window, cuts
 from . import nest
 from .accumulator import Accumulator, Loss, Weight
 from .checks import batch_norms, layers_of
+from .dropout import dropout_off, dropouts
 from .gradients import dense
+from .internals import outside_of_scopes
+from .one_replica import Share, one_replica
 from .replicas import as_tf_variable
 
 
@@ -24,9 +27,17 @@ class Trial:
     """As core/audit.py wants it. Dropout is switched off for the comparison, and that is said."""
 
     def __init__(
-        self, model: Any, batch: Any, loss: Loss, micro_batch_size: int, weight: Weight | None, reduction: Reduction
+        self,
+        model: Any,
+        batch: Any,
+        loss: Loss,
+        micro_batch_size: int,
+        weight: Weight | None,
+        reduction: Reduction,
+        strategy: tf.distribute.Strategy,
     ) -> None:
         self.model = model
+        self.strategy = strategy
         self.loss = loss
         self.weight = weight
         self.reduction: Reduction = reduction
@@ -46,18 +57,20 @@ class Trial:
             self._notes = []
 
     def full(self) -> Gradient:
-        return self._gradient_of(self.batch)
+        return self._gradient_of(self.batch, 1.0)
 
     def accumulated(self) -> Gradient:
         self._restore()
-        optimizer = recorder()
         eagerly = tf.config.functions_run_eagerly()
         tf.config.run_functions_eagerly(True)  # so that the optimizer sees numbers
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", BigBatchWarning)  # what there is to say will be a cause
                 options: dict[str, Any] = {"weight": self.weight, "reduction": self.reduction}
-                step = Accumulator(self.model, optimizer, self._loss, **options).step(Window(self.micro_batches))
+                with self.strategy.scope():
+                    optimizer = recorder()
+                    accumulator = Accumulator(self.model, optimizer, self._loss, **options)
+                step = accumulator.step(Window(self.micro_batches))
         finally:
             tf.config.run_functions_eagerly(eagerly)
         if not step.is_applied:  # not finite, so it was kept from the optimizer
@@ -66,7 +79,7 @@ class Trial:
         return {names[id(v)]: g.numpy() for g, v in optimizer.seen}
 
     def micro(self, number: int) -> Gradient:
-        return self._gradient_of(self.micro_batches[number])
+        return self._gradient_of(self.micro_batches[number], *self.right_scales()[number])
 
     def by_loop(self, loop: Loop) -> tuple[Gradient, Gradient]:
         raise OptionError(
@@ -114,12 +127,15 @@ class Trial:
         with dropout_off(model):
             return self.loss(model, batch)
 
-    def _gradient_of(self, batch: Any) -> Gradient:
+    def _gradient_of(self, batch: Any, *shares: float) -> Gradient:
+        """Of a part of the batch with this share in it, in which the loss is computed as the accumulator does it."""
         self._restore()
         named = self._named()
-        with tf.GradientTape() as tape:
-            total = tf.add_n([tf.reshape(term, []) for term in as_terms(self._loss(self.model, batch))])
-        found = tape.gradient(total, [as_tf_variable(v) for _, v in named])
+        share = Share(shares[0] if len(shares) == 1 else None)
+        with outside_of_scopes():  # on one device
+            with tf.GradientTape() as tape, one_replica(share):
+                total = tf.add_n([tf.reshape(term, []) for term in as_terms(self._loss(self.model, batch))])
+            found = tape.gradient(total, [as_tf_variable(v) for _, v in named])
         return {name: dense(g).numpy() for (name, _), g in zip(named, found, strict=True) if g is not None}
 
     def _named(self) -> list[tuple[str, Any]]:
@@ -142,22 +158,6 @@ def recorder() -> Any:
             self.seen = list(grads_and_vars)
 
     return Recorder(0.0)
-
-
-def dropouts(model: Any) -> list[Any]:
-    return [layer for layer in layers_of(model) if getattr(layer, "rate", 0) and "Dropout" in type(layer).__name__]
-
-
-@contextmanager
-def dropout_off(model: Any) -> Iterator[None]:
-    before = [(layer, layer.rate) for layer in dropouts(model)]
-    for layer, _ in before:
-        layer.rate = 0.0
-    try:
-        yield
-    finally:
-        for layer, rate in before:
-            layer.rate = rate
 
 
 def wide_copy(model: Any, dtype: str) -> Any:

@@ -8,11 +8,13 @@ from typing import Any
 import tensorflow as tf
 
 from ..core.errors import LossError
+from ..core.options import Option, check_clip
 from ..core.step import Step
 from ..core.weight import Reduction, from_terms
 from . import checks, gradients, replicas, users
 from .checks import WEIGHT
 from .gradients import Gradient
+from .internals import is_for_xla
 from .optimizer import Optimizer
 from .outcome import Outcome
 
@@ -21,6 +23,8 @@ SKIPPED = "bigbatch: a step was skipped, since its gradient is not finite; no va
 
 class Update(tf.Module):
     """One step of the optimizer; the same on all replicas."""
+
+    clip_norm, clip_value = Option(check_clip), Option(check_clip)
 
     def __init__(
         self,
@@ -123,7 +127,7 @@ class Update(tf.Module):
 
         def leave_out() -> None:
             note()
-            if outcome.on_nonfinite != "raise":
+            if outcome.on_nonfinite != "raise" and not is_for_xla():
                 tf.print(SKIPPED, output_stream=sys.stderr)
 
         # an optimizer that scales the loss must see what is not finite, to lower its scale

@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ..core.errors import WeightError
-from ..core.weight import Reduction, as_terms, check_weight
+from ..core.weight import Reduction, Terms, as_terms, check_weight
 from . import gradients, loop, memory, nest, replicas
 from .checks import WEIGHT, added_up, checked, checked_loss
 from .gradients import Gradient
+from .internals import converted
 from .loop_sums import is_kept_sparse, sums_for
+from .one_replica import Share, one_replica
 from .optimizer import Optimizer
 
 
@@ -50,6 +52,8 @@ class WindowGraph:
         self.variables = variables
         self.optimizer = optimizer
         self.jit_compile = jit_compile
+        self.is_share_used = False
+        """Whether the loss asked for its share of the whole batch; known when it is traced."""
         self.micro = tf.function(self._micro, jit_compile=jit_compile or None, autograph=False)
         self.micro_apart = tf.function(self._micro_apart, jit_compile=jit_compile or None, autograph=False)
 
@@ -61,14 +65,16 @@ class WindowGraph:
         weights = self._weights(tensors, micro_batch_size, num, sizes)
         totals = tf.reduce_sum(weights, 0)
         num_terms = weights.shape[1]
-        # Terms that have totals of their own are mixed in the sums, so the totals must be known before. A single one
-        # can follow with the gradients, which saves a reduction.
-        if num_terms > 1 and replicas.is_shared():
+        traced = self.micro.get_concrete_function(list(map(nest.any_size, tensors)), tf.TensorSpec([num_terms], WEIGHT))
+        # Terms that have totals of their own are mixed in the sums, so the totals must be known before; a loss may ask
+        # for its share of the batch, too. Otherwise the total can follow with the gradients: one reduction fewer.
+        is_total_first = num_terms > 1 or self.is_share_used
+        if is_total_first and replicas.is_shared():
             totals = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, totals)
-        sums, losses = self._loop(tensors, micro_batch_size, num, self.scales(weights, totals))
+        sums, losses = self._loop(tensors, micro_batch_size, num, self.scales(weights, totals), traced)
         if not replicas.is_shared():
             return Total(sums, losses, totals, num)
-        if num_terms > 1 or self.reduction == "sum":
+        if is_total_first or self.reduction == "sum":
             sums, (losses, number) = reduced(sums, [losses, tf.cast(num, WEIGHT)])
             return Total(sums, losses, totals, tf.cast(number, tf.int32))
         sums, (losses, number, total) = reduced(
@@ -85,7 +91,7 @@ class WindowGraph:
         """The weight of one micro-batch, term by term."""
         if self.weight is None:
             return tf.cast(loop.num_samples(tensors), WEIGHT)[None]
-        found = as_terms(self.weight(self.layout.pack(tensors)))
+        found = as_terms(converted(self.weight, self.layout.pack(tensors)))
         if not found:
             raise WeightError("the weight has 0 terms: return a number, or one for each term of the loss")
         check_weight(tuple(w for w in found if not tf.is_tensor(w)), of="a micro-batch")
@@ -97,7 +103,7 @@ class WindowGraph:
         """A row for each micro-batch, with a column for each term."""
         if self.weight is None:
             return tf.cast(sizes, WEIGHT)[:, None]
-        num_terms = self._num_terms()
+        num_terms = self._num_terms(tensors)
 
         def add(k: tf.Tensor, micro_batch: list[Any], rows: tf.TensorArray) -> tf.TensorArray:
             return rows.write(k, self.weight_of(micro_batch))
@@ -106,15 +112,14 @@ class WindowGraph:
         rows = loop.plain(add, rows, tensors, micro_batch_size, at_once=1)
         return tf.reshape(rows.stack(), [-1, num_terms])
 
-    def _num_terms(self) -> int:
+    def _num_terms(self, tensors: Sequence[Any]) -> int:
         weigh = tf.function(lambda tensors: self.weight_of(tensors), autograph=False)
-        return int(weigh.get_concrete_function(self.layout.specs()).structured_outputs.shape[0])
+        return int(weigh.get_concrete_function(list(map(nest.any_size, tensors))).structured_outputs.shape[0])
 
     def _loop(
-        self, tensors: Sequence[Any], micro_batch_size: int, num: Any, scales: tf.Tensor
+        self, tensors: Sequence[Any], micro_batch_size: int, num: Any, scales: tf.Tensor, traced: Any
     ) -> tuple[list[Gradient], tf.Tensor]:
         variables = self.variables()
-        traced = self.micro.get_concrete_function(self.layout.specs(), tf.TensorSpec(scales.shape[1:], WEIGHT))
         like = traced.structured_outputs[1]
         is_dense = all(isinstance(t, tf.Tensor) for t in tensors) and not any(map(is_kept_sparse, like, variables))
         is_compiled = self.jit_compile and is_dense and loop.is_good_for_xla(traced.graph)
@@ -158,7 +163,7 @@ class WindowGraph:
         The scale enters as the gradient that the tape starts from, which saves the multiplication and its gradient.
         """
         with tf.GradientTape() as tape:
-            terms = checked_loss(as_terms(self.loss(self.layout.pack(tensors))), scale.shape[0])
+            terms = self._terms(tensors, scale)
         # a scale is rounded in float16 and bfloat16, so there the wide gradient is scaled in place of the loss
         is_late = len(terms) == 1 and terms[0].dtype != gradients.wide_dtype(terms[0].dtype)
         seeds = self.optimizer.scaled(tf.ones_like(scale) if is_late else scale)
@@ -167,10 +172,18 @@ class WindowGraph:
         found = [gradients.widened(g) for g in found]
         return scaled_losses(terms, scale), gradients.scaled(found, scale[0]) if is_late else found
 
+    def _terms(self, tensors: Sequence[Any], scale: tf.Tensor) -> Terms:
+        """The losses of one micro-batch, as means over it."""
+        share = Share(scale[0] if scale.shape[0] == 1 else None)
+        with one_replica(share):
+            found = as_terms(converted(self.loss, self.layout.pack(tensors)))
+        self.is_share_used |= share.is_used
+        return checked_loss(found, scale.shape[0])
+
     def _micro_apart(self, tensors: Sequence[Any], scale: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
         """The same with a gradient for each term, where one of them counts nothing and may be 0/0."""
         with tf.GradientTape(persistent=True) as tape:
-            terms = checked_loss(as_terms(self.loss(self.layout.pack(tensors))), scale.shape[0])
+            terms = self._terms(tensors, scale)
         variables = self.variables()
         sums: list[Gradient] = [None] * len(variables)
         seeds = tf.unstack(self.optimizer.scaled(tf.ones_like(scale)))

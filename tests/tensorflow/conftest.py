@@ -1,4 +1,4 @@
-"""Two logical CPUs, so that a MirroredStrategy has two replicas; TensorFlow wants to know before it starts."""
+"""Three logical CPUs, for a MirroredStrategy of two or three replicas; TensorFlow wants to know before it starts."""
 
 import os
 
@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3
 )
 
 

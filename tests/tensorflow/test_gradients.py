@@ -418,3 +418,42 @@ class Wide(keras.optimizers.SGD):
 def test_low_precision_adds_up_in_float32(dtype: str, size: int, micro: int, way: str) -> None:
     errors = accumulation_errors(dtype, size, micro, way)
     assert errors["ours"] * 20 <= errors["plain"], errors
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("name", "is_same"), [("SGD", True), ("momentum", True), ("Adam", False)], ids=["SGD", "momentum", "Adam"]
+)
+def test_keras_on_repeated_rows_as_the_docs_say(name: str, is_same: bool) -> None:
+    """What a plain loop with a sparse gradient gives, against a dense one; bigbatch gives the dense one's."""
+    optimizers: dict[str, Any] = {
+        "SGD": lambda: keras.optimizers.SGD(0.1),
+        "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        "Adam": lambda: keras.optimizers.Adam(0.1),
+    }
+    ids, wanted = np.array([1, 1, 1, 3, 3, 4]), np.arange(18.0).reshape(6, 3)
+
+    def squares(model: Any, batch: Any) -> Any:
+        return tf.reduce_mean((model(batch[0]) - batch[1]) ** 2)
+
+    def after(kind: str) -> np.ndarray:
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((), dtype="int64"), keras.layers.Embedding(6, 3)])
+        optimizer = optimizers[name]()
+        accumulator = Accumulator(model, optimizer, squares, 4)
+        for _ in range(3):
+            if kind == "ours":
+                accumulator.step((ids, wanted))
+                continue
+            with tf.GradientTape() as tape:
+                value = squares(model, (ids, wanted))
+            (found,) = tape.gradient(value, model.trainable_variables)
+            assert isinstance(found, tf.IndexedSlices)
+            optimizer.apply_gradients(
+                [(found if kind == "sparse" else tf.convert_to_tensor(found), *model.trainable_variables)]
+            )
+        return np.asarray(model.get_weights()[0])
+
+    dense = after("dense")
+    np.testing.assert_allclose(after("ours"), dense, rtol=1e-12)
+    assert np.allclose(after("sparse"), dense, rtol=1e-9) == is_same

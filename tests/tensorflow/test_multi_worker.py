@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.problems import Problem, samples, tokens
 
@@ -91,6 +92,16 @@ def test_windows_and_gradients_of_the_users(way: str, found: list[Any]) -> None:
 @pytest.mark.usefixtures("float64")
 def test_two_terms(found: list[Any]) -> None:
     assert_same(found, "terms", Run(TEXT, momentum).full())
+
+
+@pytest.mark.parametrize("name", ["divided by the workers", "divided by the batch"])
+@pytest.mark.usefixtures("float64")
+def test_losses_that_are_divided_already(name: str, found: list[Any]) -> None:
+    full = Run(DIGITS, momentum)
+    plain = full.loss
+    full.loss = lambda model, batch: plain(model, batch) + tf.reduce_sum(model.trainable_variables[0] ** 2)
+    full._step_plainly(full._gradients(digits((14, 8)))[1])
+    assert_same(found, name, full)
 
 
 @pytest.mark.parametrize("kind", ["inf", "inf and a scale"])

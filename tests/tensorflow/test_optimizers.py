@@ -189,3 +189,21 @@ def test_tensorflow_1_on_several_replicas_is_refused() -> None:
         model = make_model(keras)
     with pytest.raises(OptionError, match=r"AdamOptimizer reduces gradients by itself.*2 replicas"):
         Accumulator(model, v1.AdamOptimizer(0.01), loss, 4)
+
+
+@pytest.mark.parametrize("way", ["batch", "window", "add"])
+def test_those_of_tensorflow_1_advance_the_global_step(way: str) -> None:
+    """Once a step, and not where a step is skipped."""
+    number = v1.get_or_create_global_step()
+    number.assign(7)
+    accumulator = Accumulator(make_model(keras), v1.GradientDescentOptimizer(0.1), loss, 4, accumulation_steps=3)
+    x, y = make_batch()
+    for batch in ((x, y), (x * np.inf, y), (x, y)):
+        if way == "batch":
+            accumulator.step(batch)
+        elif way == "window":
+            accumulator.step(Window(parts(batch)))
+        else:
+            for part in parts(batch):
+                add(accumulator, part)
+    assert number.numpy() == 9

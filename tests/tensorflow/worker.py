@@ -98,6 +98,22 @@ def terms() -> Any:
     yield "terms", accumulator.model
 
 
+def divided() -> Any:
+    """A loss that divides by the number of workers, with a penalty, and one that divides by the whole batch."""
+
+    def loss(model: Any, batch: Batch) -> Any:
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["y"], model(batch["x"]))
+        size = {"global_batch_size": 22} if name == "divided by the batch" else {}
+        penalty = tf.nn.scale_regularization_loss(tf.reduce_sum(model.trainable_variables[0] ** 2))
+        return tf.nn.compute_average_loss(losses, **size) + penalty
+
+    for name in ("divided by the workers", "divided by the batch"):
+        accumulator = make()
+        accumulator.loss = loss
+        assert accumulator.step(own(digits((14, 8)), (14, 8))).is_applied
+        yield name, accumulator.model
+
+
 def not_finite() -> Any:
     """On the other worker only: a plain optimizer, and one that scales the loss."""
     for name, optimizer in {
@@ -135,7 +151,7 @@ def clipping() -> Any:
 
 
 def main() -> None:
-    cases = (batches(), windows(), gradients(False), gradients(True), terms(), not_finite(), clipping())
+    cases = (batches(), windows(), gradients(False), gradients(True), terms(), divided(), not_finite(), clipping())
     np.savez(OUT, **{name: flat(model) for case in cases for name, model in case})
 
 

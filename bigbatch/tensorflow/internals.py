@@ -1,0 +1,75 @@
+"""Every private API of TensorFlow's that is used here (TensorFlow 2.21)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.autograph.core.ag_ctx import ControlStatusCtx, Status
+from tensorflow.python.autograph.core.converter import ConversionOptions
+from tensorflow.python.autograph.impl.api import converted_call
+from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.eager import record
+from tensorflow.python.eager.polymorphic_function import function_context
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import control_flow_util
+
+
+def converted(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function of the user's; in a graph as tf.function does: `if`, `for` and `len` take tensors."""
+    if tf.executing_eagerly():
+        return function(*args)
+    options = ConversionOptions(recursive=True, optional_features=None, user_requested=True)
+    with ControlStatusCtx(Status.ENABLED, options):
+        return converted_call(function, args, {}, options=options)
+
+
+def is_for_xla() -> bool:
+    """Whether what is being traced will be compiled by XLA, which neither prints nor checks."""
+    return bool(control_flow_util.GraphOrParentsInXlaContext(ops.get_default_graph()))
+
+
+def is_recording() -> bool:
+    """Whether a GradientTape is open on this thread."""
+    return bool(record.could_possibly_record())
+
+
+@contextmanager
+def outside_of_scopes() -> Iterator[None]:
+    """Inside, no strategy is in scope."""
+    distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+
+
+def replace_num_replicas(answer: Callable[[int], int]) -> None:
+    """From now on `strategy.num_replicas_in_sync`, of whatever strategy, is the answer to the real number.
+
+    Strategies and replica contexts ask this property; what TensorFlow computes by itself (a reduction, a variable)
+    does not.
+    """
+    strategy = distribute_lib.StrategyBase
+    plain = strategy.num_replicas_in_sync.fget
+    strategy.num_replicas_in_sync = property(
+        lambda self: answer(plain(self)), doc=strategy.num_replicas_in_sync.__doc__
+    )
+
+
+def replace_public(package: str, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wraps a public function, wherever programs look it up: `tf.nn.relu`, `tf.compat.v2.nn.relu`."""
+    wrapped = make(getattr(getattr(tf, package), name))
+    for module in (getattr(tf, package), getattr(tf.compat.v2, package)):
+        setattr(module, name, wrapped)
+
+
+def trace_apart(kind: Callable[[], str]) -> None:
+    """From now on a tf.function is traced anew where `kind` is another than where it was traced."""
+    plain = function_context.make_function_context
+
+    def make_function_context(scope_type: Any = None) -> Any:
+        found = plain(scope_type)
+        return found._replace(scope_type=(found.scope_type, kind())) if kind() else found
+
+    function_context.make_function_context = make_function_context
