@@ -1,6 +1,6 @@
 """The parameters and a batch in float64, and the ways to take the gradient."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.audit import Gradient, Loop
+from ..core.audit import Gradient, Loop, Rows
 from ..core.diagnosis import Array
+from ..core.verification import FLOOR
 from ..core.weight import scales, totals
 from ..core.window import cuts
 from .arguments import Arrays, Form, num_rows
@@ -30,6 +31,10 @@ class Trial:
         self.run.look((parameters,))
         sizes = [part.stop - part.start for part in cuts(num_rows(arrays), self.run.size)]
         self.micro_batches = [self.run.micro_batch(number, size) for number, size in enumerate(sizes)]
+        numbered = Run(window, form, arrays._replace(rows=[jnp.arange(num_rows(arrays))]))
+        self.parts = [numbered.micro_batch(number, size).rows[0].tolist() for number, size in enumerate(sizes)]
+        self.epsilon, self.floor = float(np.finfo(np.float64).eps), FLOOR
+        self._compiled: dict[int | None, Any] = {}
         self.has_dropout = False
         self.draws = len(sizes) > 1 and self._draws()
         if self.draws:
@@ -63,11 +68,21 @@ class Trial:
             found = jax.jit(self.run.result)((self.parameters,)).gradient
         return self._named(jax.tree.unflatten(jax.tree.structure(self.parameters), found))
 
-    def micro(self, number: int) -> Gradient:
-        return self._of(self.micro_batches[number])
+    def of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
+        def loss(parameters: Any, rows: list[Any]) -> Any:
+            terms = self.run.loss((parameters,), self.arrays._replace(rows=rows))[0]
+            return sum(terms) if term is None else terms[term]
 
-    def by_loop(self, loop: Loop) -> tuple[Gradient, Gradient]:
-        batches = [self.run.form.batch(micro_batch) for micro_batch in self.micro_batches]
+        if term not in self._compiled:  # once for each size
+            self._compiled[term] = jax.jit(jax.value_and_grad(loss))
+        index = np.asarray(rows)
+        with self._settled():
+            value, found = self._compiled[term](self.parameters, [row[index] for row in self.arrays.rows])
+        return self._named(found), float(value)
+
+    def by_loop(self, loop: Loop, order: Rows | None = None) -> tuple[Gradient, Gradient]:
+        order = range(len(self.parts)) if order is None else order
+        batches = [self.run.form.batch(self.micro_batches[number]) for number in order]
         given = [batch[0] if len(batch) == 1 else batch for batch in batches]
         first, again = (self._named(loop(self.parameters, given)) for _ in range(2))
         return first, again
@@ -103,7 +118,22 @@ class Trial:
     def quiet(self) -> Iterator[None]:
         yield
 
-    without_dropout = quiet
+    without_dropout = without_hooks = quiet
+
+    def blind_spots(self) -> list[str]:
+        return []
+
+    def cut_elsewhere(self, is_mean: Callable[[Gradient, Gradient, Gradient], bool]) -> str | None:
+        return None
+
+    def carried_over(self) -> list[str]:
+        return []
+
+    has_hooks = False
+
+    @property
+    def is_random(self) -> bool:
+        return self.draws
 
     def _of(self, arrays: Arrays) -> Gradient:
         with self._settled():
