@@ -118,7 +118,7 @@ UNCLEAR = (
 )
 NO_MEAN = "the loss of the whole batch is not the mean of those of its micro-batches, weighted as `weight` says"
 MEANS = (
-    "the loss adds up several means over different counts (the mean over the tokens and the mean over the samples, "
+    "the loss behaves like one that adds up several means over different counts (over the tokens and over the samples, "
     "say): return a tuple of terms, and let `weight` return one count for each"
 )
 SUM_AND_MEAN = (
@@ -310,8 +310,9 @@ class Experiments:
             mix = unmix(products_of([*(micro[k] for k in in_order), whole]), self.noise)
             if mix.is_known and np.all(mix.coefficients >= -mix.close):
                 return disagrees(np.abs(mix.coefficients), right[in_order])
+            names = [", ".join(str(k + 1) for k in sorted(half)) for half in (finite[:middle], finite[middle:])]
             halves = np.array([right[finite[:middle]].sum(), right[finite[middle:]].sum()])
-            return disagrees(np.array([1, ratio]) / (1 + ratio), halves)
+            return disagrees(np.array([1, ratio]), halves, f"its micro-batches {names[0]} against {names[1]} with")
         if kind == "sum":
             return ADDS_UP if trial.reduction == "mean" else None
         if said := {"means": MEANS, "sum and mean": SUM_AND_MEAN, "sum and penalty": SUM_AND_PENALTY}.get(kind):

@@ -44,7 +44,8 @@ class Mix:
         """What rounding alone may leave over."""
         parts = np.abs(self.coefficients) * np.sqrt(np.diag(self.gram))
         norm = np.sqrt(max(float(self.coefficients @ self.gram @ self.coefficients), 0.0))
-        return max(RESIDUAL, float(10 * self.noise * (1 + parts.sum() / norm if norm else 1.0)))
+        allowed: float = max(RESIDUAL, 10 * self.noise * (1 + parts.sum() / norm if norm else 1.0))
+        return allowed
 
     @property
     def close(self) -> float:
@@ -56,7 +57,8 @@ class Mix:
         if not lowest or not np.any(self.coefficients):
             return 1.0
         parts = float(np.linalg.norm(self.coefficients * norms))
-        return max(CLOSE, 10 * self.noise * parts / lowest / float(np.abs(self.coefficients).max()))
+        larger = self.noise * parts / lowest / np.abs(self.coefficients).max()
+        return max(CLOSE, 10 * float(larger))
 
 
 def unmix(products: Array, noise: float = 0.0) -> Mix:
@@ -81,9 +83,9 @@ ADDS_UP = 'the loss adds up over samples instead of taking the mean: pass reduct
 MEAN_ADDED_UP = 'the loss is a mean but reduction="sum" adds it up: pass reduction="mean", or add up in the loss'
 
 
-def disagrees(found: Array, ours: Array) -> str:
+def disagrees(found: Array, ours: Array, whom: str = "its micro-batches") -> str:
     return (
-        f"the weight disagrees with the loss's own mean: the loss counts its micro-batches {percent(found)}, "
+        f"the weight disagrees with the loss's own mean: the loss counts {whom} {percent(found)}, "
         f"the weight {percent(ours)}: let `weight` return over how many the loss is a mean"
     )
 
