@@ -69,6 +69,9 @@ class Trial(Protocol):
         `order` says which micro-batches it is given, if not all of them one after the other.
         """
 
+    def loop_causes(self) -> list[str]:
+        """What the loop does with its optimizers that explains any difference."""
+
     def right_scales(self) -> Array:
         """How much each micro-batch should count: a row each, a column for each term."""
 
@@ -159,7 +162,8 @@ def audit_loop(trial: Trial, loop: Loop, tolerance: float) -> Verification:
         errors = errors_of(full, found, trial.floor)
         causes = trial.notes()
         if not judge(errors, [], tolerance).is_exact:
-            causes += Experiments(trial).loop(loop, full, found, tolerance) or _unexplained(causes)
+            told = trial.loop_causes() or Experiments(trial).loop(loop, full, found, tolerance)
+            causes += told or _unexplained(causes)
     if max(errors_of({name: 2 * g for name, g in found.items()}, again).values(), default=1.0) < 1e-6:
         causes.append(
             "gradients are not zeroed: a second window adds to the first, which is right only if "
@@ -296,13 +300,15 @@ class Experiments:
             return None
         finite.sort(key=lambda k: micro[k][-1])  # groups as different as can be show most
         middle = -(-len(finite) // 2)
-        groups = [
-            list(chain.from_iterable(trial.parts[k] for k in half)) for half in (finite[:middle], finite[middle:])
-        ]
+        halves = finite[:middle], finite[middle:]
         try:
-            kind, ratio = nature(lambda p, q: self.of(groups[0] * p + groups[1] * q, term), self.noise)
-        except Exception as error:
-            return f"{NO_MEAN}; why could not be found out, because the loss refuses other batches ({error})"
+            kind, ratio = self.nature(halves, term)
+        except Exception:  # a loss may refuse more samples than the batch has
+            halves = finite[:1], finite[-1:]
+            try:
+                kind, ratio = self.nature(halves, term)
+            except Exception as error:
+                return f"{NO_MEAN}; why could not be found out, because the loss refuses other batches ({error})"
         if kind == "mean":
             if trial.reduction == "sum":
                 return MEAN_ADDED_UP
@@ -310,9 +316,9 @@ class Experiments:
             mix = unmix(products_of([*(micro[k] for k in in_order), whole]), self.noise)
             if mix.is_known and np.all(mix.coefficients >= -mix.close):
                 return disagrees(np.abs(mix.coefficients), right[in_order])
-            names = [", ".join(str(k + 1) for k in sorted(half)) for half in (finite[:middle], finite[middle:])]
-            halves = np.array([right[finite[:middle]].sum(), right[finite[middle:]].sum()])
-            return disagrees(np.array([1, ratio]), halves, f"its micro-batches {names[0]} against {names[1]} with")
+            names = [", ".join(str(k + 1) for k in sorted(half)) for half in halves]
+            ours = np.array([right[half].sum() for half in halves])
+            return disagrees(np.array([1, ratio]), ours, f"its micro-batches {names[0]} against {names[1]} with")
         if kind == "sum":
             return ADDS_UP if trial.reduction == "mean" else None
         if said := {"means": MEANS, "sum and mean": SUM_AND_MEAN, "sum and penalty": SUM_AND_PENALTY}.get(kind):
@@ -322,6 +328,11 @@ class Experiments:
         if elsewhere := trial.cut_elsewhere(self._is_mean):
             return elsewhere
         return COUPLED if kind == "coupled" else UNCLEAR
+
+    def nature(self, halves: tuple[list[int], list[int]], term: int | None) -> tuple[str, float]:
+        """What the loss is, from copies of two groups of micro-batches."""
+        a, b = (list(chain.from_iterable(self.trial.parts[k] for k in half)) for half in halves)
+        return nature(lambda p, q: self.of(a * p + b * q, term), self.noise)
 
     def _is_mean(self, whole: Gradient, first: Gradient, second: Gradient) -> bool:
         """Whether a gradient lies between two others."""

@@ -175,7 +175,7 @@ def _equal(scale: float, num: int, close: float) -> str:
 def _proportional(scale: float, right: Array, close: float) -> str:
     nominal = float(right.max()) * len(right)  # the total if all were as large as the largest, over the total
     if times := whole_times(scale, close):
-        return f"{times} times too large: gradients of an earlier window were not zeroed, or not divided by"
+        return f"{times} times too large: gradients of an earlier window were not zeroed, or the loss was multiplied"
     if np.isclose(scale * nominal, 1.0, rtol=close):
         return "short window under-scaled: divided by the size of a full window although this one is smaller"
     if scale < 1:

@@ -116,6 +116,8 @@ class Trial:
     def blind_spots(self) -> list[str]:
         return []
 
+    loop_causes = blind_spots
+
     def cut_elsewhere(self, is_mean: Callable[[Gradient, Gradient, Gradient], bool]) -> str | None:
         return None
 

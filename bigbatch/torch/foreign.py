@@ -29,7 +29,7 @@ class Steps:
                 self._num[p] = self._num.get(p, 0) + 1
                 self.gradients.setdefault(p, as_array(p.grad))
 
-    def notes(self, num_micro_batches: int) -> list[str]:
+    def causes(self, num_micro_batches: int) -> list[str]:
         found = []
         num = max(self._num.values(), default=0)
         if num > 1:

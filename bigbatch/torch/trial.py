@@ -63,6 +63,7 @@ class Trial:
         self._about: list[str] = []
         self._notes: list[str] = []
         self._loop_notes: list[str] = []
+        self._loop_causes: list[str] = []
         self._foreign: dict[Tensor, Tensor | None] = {}
         self._changed: list[str] = []
         self._num_terms = 1
@@ -144,12 +145,12 @@ class Trial:
         """What a loop left: gradients, or an optimizer's step with them, or other parameters than before."""
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         found = self._taken() if not steps.gradients else {names[p]: g for p, g in steps.gradients.items()}
-        self._loop_notes = steps.notes(len(self.parts))
+        self._loop_notes, self._loop_causes = [], steps.causes(len(self.parts))
         if any(np.any(g) for g in found.values()):
             return found
         moved = {n: as_array(self._value_of[p] - p.detach()) for n, p in self.model.named_parameters()}
         if not any(np.any(g) for g in moved.values()):
-            self._loop_notes.append(
+            self._loop_causes.append(
                 "the loop leaves no gradient, takes no step of an optimizer that holds the model's parameters, and "
                 "changes no parameter: work on the model that it is given"
             )
@@ -162,6 +163,9 @@ class Trial:
             "not the size of the gradient: leave the gradients on the model to have both compared"
         )
         return {n: g * (along / square) for n, g in moved.items()} if along > 0 else moved
+
+    def loop_causes(self) -> list[str]:
+        return list(self._loop_causes)
 
     def right_scales(self) -> Array:
         total = totals(self._weights)

@@ -50,6 +50,7 @@ WORDS = {
     "odd": "is not divided like the others",
     "clipped": "clipped after each micro-batch",
     "stale": "has something in it that is in none",
+    "refuses": "why could not be found out",
     "never zeroed": "gradients are not zeroed",
     "steps": "steps of the optimizer for a window",
     "elsewhere": "steps an optimizer that holds none",
@@ -241,6 +242,20 @@ def mean_and_token_sum(model, batch):
     return ce(model, batch) + 0.1 * sum_of_token_losses(model, batch)
 
 
+@case("adds up")
+def of_a_fixed_length(model, batch):
+    """Cannot be called with more samples than the batch has."""
+    losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return (losses * torch.linspace(1, 1, N, dtype=losses.dtype)[: len(losses)]).sum() / N
+
+
+@case("refuses")
+def of_certain_sizes(model, batch):
+    if len(batch["x"]) not in (1, SIZE, N):
+        raise ValueError("another size")
+    return ce(model, batch).sqrt()
+
+
 # --- several means ------------------------------------------------------------------------------------------
 
 
@@ -395,6 +410,62 @@ def with_hooks(width: int) -> nn.Module:
 
 case(EXACT, name="hooks of parameters", model=with_hooks)(ce)
 case("weight", name="hooks of parameters, wrong weight", model=with_hooks, weight=lambda b: 1)(ce)
+
+
+class Drifting(nn.Linear):
+    """What keeps a state in Python, which nothing restores."""
+
+    drift = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drift = 0.9 * self.drift + 0.1 * float(x.detach().mean()) + 0.1
+        return super().forward(x) * (1 + self.drift)
+
+
+case("changes", name="a state in Python", model=lambda w: mlp(w, Drifting(w, w)), is_random=True)(ce)
+
+
+class Centre(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / (x.std(0, unbiased=False) + 1)
+
+
+case("couples", name="own BatchNorm", model=lambda w: mlp(w, Centre()), vague=("unclear",))(ce)
+
+
+class Words(nn.Module):
+    def __init__(self, width: int, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(4, width, **options), nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed((x[:, 0] > 0).long()))
+
+
+case("couples", name="by frequency", model=lambda w: Words(w, scale_grad_by_freq=True), vague=("unclear",))(ce)
+case(EXACT, name="sparse", model=lambda w: Words(w, sparse=True))(ce)
+case("weight", name="sparse, wrong weight", weight=lambda b: 1, model=lambda w: Words(w, sparse=True))(ce)
+
+
+class Router(nn.Module):
+    """Mixes float32 with the dtype of its parameters, as mixtures of experts do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.route, self.experts = nn.Linear(6, 3), nn.ModuleList(nn.Linear(6, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        share, out = F.softmax(self.route(x), 1, dtype=torch.float32), torch.zeros(len(x), 4)
+        for number, expert in enumerate(self.experts):
+            rows = (share.argmax(1) == number).nonzero()[:, 0]
+            out.index_add_(0, rows, expert(x[rows]) * share[rows, number : number + 1])
+        return out
+
+
+case(EXACT, "float32", name="experts", model=Router)(ce)
+case("weight", "float32", name="experts, wrong weight", model=Router, weight=lambda b: 1)(ce)
 
 
 # --- random numbers -----------------------------------------------------------------------------------------
@@ -660,7 +731,7 @@ loop("odd", name="last not divided, with step")(
 )
 
 
-@loop("steps", "left out")
+@loop("steps")
 def a_step_each_time(model, micro_batches):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for b in micro_batches:
@@ -676,6 +747,35 @@ def updates_by_hand(model, micro_batches):
         for p in model.parameters():
             p -= 0.1 * p.grad
             p.grad = None
+
+
+@loop("steps")
+def two_steps(model, micro_batches):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for place, b in enumerate(micro_batches):
+        (ce(model, b) / 2).backward()
+        if place % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop(EXACT)
+def two_optimizers(model, micro_batches):
+    optimizers = [torch.optim.SGD(model[k].parameters(), lr=0.1) for k in (0, 2)]
+    right(model, micro_batches)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@loop(EXACT)
+def with_a_scaler(model, micro_batches):
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.Adam(model.parameters())
+    for b in micro_batches:
+        scaler.scale(ce(model, b) * len(b["x"]) / N).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
 
 
 @loop("nothing left")
