@@ -113,8 +113,8 @@ def explain_loop(mix: Mix, right: Array) -> str | None:
     found, num, close = mix.coefficients, len(right), mix.close
     if mix.residual >= mix.allowed_residual:
         return (
-            "the gradient has something in it that is in none of the micro-batches: gradients that were not "
-            "zeroed before the window, or random numbers drawn anew"
+            "the gradient has something in it that is in none of the micro-batches: the loop adds what the loss does "
+            "not have (a penalty, noise, gradients of an earlier window), or computes another loss"
         )
     if not mix.is_unique:
         return "the micro-batches' gradients are too alike to tell how each was weighted"

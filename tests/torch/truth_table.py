@@ -684,6 +684,27 @@ loop("divided", name="tokens by number, sizes 4 4 4 1", loss=token_mean)(by_numb
 loop("undivided", name="tokens not divided", loss=token_mean)(each(lambda k, num, size, total: 1, token_mean))
 
 
+@loop("stale")
+def with_a_penalty(model, micro_batches):
+    right(model, micro_batches)
+    for p in model.parameters():
+        p.grad.add_(p.detach(), alpha=0.1)
+
+
+@loop("stale")
+def with_noise(model, micro_batches):
+    right(model, micro_batches)
+    for p in model.parameters():
+        p.grad.add_(torch.randn_like(p), alpha=0.1)
+
+
+@loop("stale")
+def with_a_hinge(model, micro_batches):
+    each(lambda k, num, size, total: size / total, lambda m, b: F.multi_margin_loss(m(b["x"]), b["y"]))(
+        model, micro_batches
+    )
+
+
 @loop(EXACT, loss=token_mean)
 def right_over_tokens(model, micro_batches):
     model.zero_grad()
