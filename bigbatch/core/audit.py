@@ -28,7 +28,7 @@ from .diagnosis import (
 from .errors import LossError
 from .nature import is_same, nature
 from .sketch import SIZE, sizes_of, sketch
-from .verification import Verification, judge, relative_error
+from .verification import Verification, floor_for, judge, relative_error, tolerance_for
 from .weight import Reduction
 
 Gradient = Mapping[str, Array]  # by the parameter's name; a parameter without a gradient is not in it
@@ -42,8 +42,6 @@ class Trial(Protocol):
     reduction: Reduction
     epsilon: float
     """Of the dtype in which all this is computed."""
-    floor: float
-    """Errors of a parameter are relative to no less than this part of the whole gradient."""
 
     @property
     def parts(self) -> Sequence[Rows]:
@@ -139,30 +137,35 @@ HOOKS = (
 )
 
 
-def audit(trial: Trial, tolerance: float) -> Verification:
-    """The accumulator against the full batch."""
+def audit(trial: Trial, tolerance: float | None = None) -> Verification:
+    """The accumulator against the full batch. The tolerance follows from the precision unless it is given."""
     full = trial.full()
     if not full:
         raise LossError("the loss reached none of the model's parameters: compute it with the model it is given")
     accumulated = trial.accumulated()
-    errors = errors_of(full, accumulated, trial.floor)
-    causes = trial.notes()
-    if not judge(errors, [], tolerance).is_exact:
-        causes += trial.explained() or Experiments(trial).loss(full, accumulated) or _unexplained(causes)
+    causes, epsilon = trial.notes(), trial.epsilon
+    if not judged(trial, full, accumulated, tolerance).is_exact:
+        if not (told := trial.explained()):
+            experiments = Experiments(trial)
+            told = experiments.loss(full, accumulated)
+            epsilon = experiments.found_epsilon
+        causes += told or _unexplained(causes)
     causes += trial.blind_spots() + ([ONE_MICRO_BATCH] if len(trial.parts) < 2 else [])
-    return judge(errors, causes, tolerance, total_error_of(full, accumulated))
+    return judged(trial, full, accumulated, tolerance, causes, epsilon)
 
 
-def audit_loop(trial: Trial, loop: Loop, tolerance: float) -> Verification:
+def audit_loop(trial: Trial, loop: Loop, tolerance: float | None = None) -> Verification:
     """Somebody else's loop against the full batch."""
     trial.full()  # shows whether there is dropout
     with trial.without_dropout():
         full = trial.full()
         found, again = trial.by_loop(loop)
-        errors = errors_of(full, found, trial.floor)
-        causes = trial.notes()
-        if not judge(errors, [], tolerance).is_exact:
-            told = trial.explained() or Experiments(trial).loop(loop, full, found, tolerance)
+        causes, epsilon = trial.notes(), trial.epsilon
+        if not judged(trial, full, found, tolerance).is_exact:
+            if not (told := trial.explained()):
+                experiments = Experiments(trial)
+                told = experiments.loop(loop, full, found, tolerance)
+                epsilon = experiments.found_epsilon
             causes += told or _unexplained(causes)
     if max(errors_of({name: 2 * g for name, g in found.items()}, again).values(), default=1.0) < 1e-6:
         causes.append(
@@ -170,7 +173,24 @@ def audit_loop(trial: Trial, loop: Loop, tolerance: float) -> Verification:
             "something else zeroes them after each step"
         )
     causes += [ONE_MICRO_BATCH] if len(trial.parts) < 2 else []
-    return judge(errors, causes, tolerance, total_error_of(full, found))
+    return judged(trial, full, found, tolerance, causes, epsilon)
+
+
+def judged(
+    trial: Trial,
+    full: Gradient,
+    other: Gradient,
+    tolerance: float | None,
+    causes: Sequence[str] = (),
+    epsilon: float | None = None,
+) -> Verification:
+    """The verdict over two gradients that were computed with this epsilon."""
+    epsilon = trial.epsilon if epsilon is None else epsilon
+    if tolerance is None:
+        tolerance = tolerance_for(epsilon, sum(map(len, trial.parts)), len(trial.parts))
+    errors = errors_of(full, other, floor_for(epsilon))
+    verdict = judge(errors, list(causes), tolerance, total_error_of(full, other))
+    return verdict if epsilon == trial.epsilon else replace(verdict, precision="float64 with parts in float32")
 
 
 def _unexplained(known: list[str]) -> list[str]:
@@ -185,6 +205,8 @@ class Experiments:
         self.all_rows = sorted(chain.from_iterable(trial.parts))
         self.sizes: dict[str, int] = {}
         self.unit = 1.0
+        self.found_epsilon = trial.epsilon
+        """Larger if the difference turns out to be the rounding of another precision."""
         whole = self.of(self.all_rows)
         self.unit = float(np.linalg.norm(whole[:-1])) / abs(whole[-1] or 1.0) or 1.0
         whole = self.of(self.all_rows)
@@ -255,11 +277,14 @@ class Experiments:
 
     def _rounding(self, whole: Array, ours: Array) -> str:
         by = float(np.linalg.norm(whole - ours) / (np.linalg.norm(whole) or 1.0))
-        where = "float32" if self.noise > 1e-12 else "float64"
-        return (
-            f"a difference of {by:.0e} is the size of rounding in {where} (the same samples in another order change "
-            f"the gradient by {self.noise:.0e}): something in the model or the loss computes in less than float64"
+        seen = (
+            f"a difference of {by:.0e} is the size of rounding (the same samples in another order change the gradient "
+            f"by {self.noise:.0e})"
         )
+        if not 1e-12 < self.noise < 1e-4:
+            return seen
+        self.found_epsilon = max(EPSILON32, self.trial.epsilon)
+        return f"{seen}: something in the model or the loss computes in float32"
 
     def _adds_up(self, rows: Rows) -> bool:
         right = self.trial.right_scales()
@@ -343,7 +368,7 @@ class Experiments:
 
     # --- a loop ----------------------------------------------------------------------------------------------
 
-    def loop(self, loop: Loop, full: Gradient, found: Gradient, tolerance: float) -> list[str]:
+    def loop(self, loop: Loop, full: Gradient, found: Gradient, tolerance: float | None) -> list[str]:
         """Why a foreign loop is not exact."""
         trial = self.trial
         if not self.is_repeatable:
@@ -353,7 +378,7 @@ class Experiments:
         with trial.without_hooks():
             if has_hooks:
                 full, (found, _) = trial.full(), trial.by_loop(loop)
-                if judge(errors_of(full, found, trial.floor), [], tolerance).is_exact:
+                if judged(trial, full, found, tolerance).is_exact:
                     return [*causes, HOOKS]
             cause = self._loop(loop, full, found, bool(causes))
             return [*causes, *([cause] if cause else [])]

@@ -11,7 +11,6 @@ import numpy as np
 from ..core.audit import Gradient, Loop, Rows, total_error_of
 from ..core.diagnosis import Array
 from ..core.errors import GradientError, LossError
-from ..core.verification import floor_for
 from ..core.weight import scales, totals
 from ..core.window import cuts
 from .arguments import Arrays, Form, num_rows
@@ -37,7 +36,6 @@ class Trial:
         numbered = Run(window, form, arrays._replace(rows=[jnp.arange(num_rows(arrays))]))
         self.parts = [micro_batch.rows[0].tolist() for micro_batch in pieces(numbered)]
         self.epsilon = max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(parameters))
-        self.floor = floor_for(self.epsilon)
         self.has_dropout = False
         self.draws = len(self.micro_batches) > 1 and bool(arrays.keys) and self._draws()
         if self.draws:

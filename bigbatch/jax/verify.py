@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from ..core.audit import Loop, audit, audit_loop
 from ..core.errors import BigBatchError
-from ..core.verification import Verification, tolerance_for
+from ..core.verification import Verification
 from ..core.weight import Reduction, check_reduction
 from ..core.window import positive
-from .arguments import as_numbers, num_rows, take_apart
+from .arguments import as_numbers, take_apart
 from .keys import Rng
 from .outputs import Asked
 from .trial import Trial
@@ -51,8 +51,7 @@ def verify(
         positional, named = given
         form, (own,), arrays = take_apart(positional, named, (0,), numbers)
         trial = Trial(window, form, own, arrays)
-        allowed = tolerance or tolerance_for(trial.epsilon, num_rows(arrays), len(trial.parts))
-        return audit(trial, allowed) if step is None else audit_loop(trial, step, allowed)
+        return audit(trial, tolerance) if step is None else audit_loop(trial, step, tolerance)
 
     given = (parameters, batch, *args), dict(kwargs or {})
     try:

@@ -11,7 +11,6 @@ import tensorflow as tf
 from ..core.audit import Gradient, Loop, Rows
 from ..core.diagnosis import Array
 from ..core.errors import BigBatchWarning, OptionError
-from ..core.verification import FLOOR
 from ..core.weight import Reduction, Terms, as_terms, scales, totals
 from ..core.window import Window, cuts
 from . import nest
@@ -48,7 +47,6 @@ class Trial:
         self.epsilon = max(
             (np.finfo(tf.as_dtype(v.dtype).as_numpy_dtype).eps for v in model.trainable_variables), default=1e-16
         )
-        self.floor = FLOOR
         self.micro_batches = [
             layout.pack([nest.part(t, part.start, part.stop) for t in layout.tensors]) for part in self.parts
         ]

@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..core.audit import Gradient, Loop, Rows
 from ..core.diagnosis import Array
 from ..core.errors import BigBatchWarning, OptionError
-from ..core.verification import floor_for
 from ..core.weight import Reduction, Terms, as_terms, scales, totals
 from ..core.window import Window, cuts
 from . import hooks, nest
@@ -54,7 +53,6 @@ class Trial:
         self.parts = [range(part.start, part.stop) for part in cuts(self.batch_size, micro_batch_size)]
         self.parameters = list(model.parameters())
         self.epsilon = max(torch.finfo(p.dtype).eps for p in self.parameters)
-        self.floor = floor_for(self.epsilon)
         self._is_training = is_training
         self._value_of = {t: t.detach().clone() for t in (*self.parameters, *model.buffers())}
         self._random = Drawn(model)

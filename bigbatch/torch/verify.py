@@ -12,7 +12,7 @@ from torch import nn
 
 from ..core.audit import Loop, audit, audit_loop
 from ..core.errors import BigBatchError
-from ..core.verification import Verification, tolerance_for
+from ..core.verification import Verification
 from ..core.weight import Reduction
 from ..core.window import positive
 from .passes import Loss
@@ -54,14 +54,11 @@ def verify(
             twin = copied(model, dtype)
             own = Transfer(list(twin.parameters())).brought(cast_to(batch, dtype))
             trial = Trial(twin, own, loss, micro_batch_size, weight, reduction, is_training=model.training)
-            allowed = tolerance
-            if allowed is None:
-                allowed = tolerance_for(trial.epsilon, trial.batch_size, len(trial.parts))
             try:
-                found = audit_loop(trial, step, allowed) if step else audit(trial, allowed)
+                found = audit_loop(trial, step, tolerance) if step else audit(trial, tolerance)
             finally:
                 trial.give_back()
-            return replace(found, precision=str(dtype).removeprefix("torch."))
+            return replace(found, precision=found.precision or str(dtype).removeprefix("torch."))
 
     try:
         return compared(torch.float64 if dtype is None else dtype)

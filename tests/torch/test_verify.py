@@ -230,9 +230,17 @@ def test_a_model_that_computes_in_float32_inside_is_told_so() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(x.float(), self.weight.float(), self.bias.float()).to(x.dtype)
 
-    found = verify(classifier(Narrow(12, 12)), data(), loss, 16)
-    assert not found.is_exact
-    assert "rounding in float32" in only(found.causes)
+    model = classifier(Narrow(12, 12))
+    found = verify(model, data(), loss, 16)
+    assert found.is_exact
+    assert 1e-9 < found.max_error < found.tolerance < 1e-4
+    assert found.precision == "float64 with parts in float32"
+    assert "the size of rounding" in only(found.causes)
+    assert "something in the model or the loss computes in float32" in only(found.causes)
+    assert not verify(model, data(), loss, 16, tolerance=1e-9).is_exact
+    slightly_off = verify(model, data(), loss, 16, weight=lambda batch: len(batch[0]) + 1e-3)
+    assert not slightly_off.is_exact
+    assert "the weight disagrees" in only(slightly_off.causes)
 
 
 def test_a_loss_that_brings_float32_along_can_be_compared_in_float32() -> None:

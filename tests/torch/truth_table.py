@@ -393,7 +393,7 @@ class Narrow(nn.Linear):
         return F.linear(x.float(), self.weight.float(), self.bias.float()).to(x.dtype)
 
 
-case("rounding", name="float32 inside", model=lambda w: mlp(w, Narrow(w, w)), vague=(EXACT,))(ce)
+case(EXACT, "rounding", name="float32 inside", model=lambda w: mlp(w, Narrow(w, w)), vague=(EXACT,))(ce)
 case("weight", name="float32 inside, wrong weight", weight=lambda b: 1, model=lambda w: mlp(w, Narrow(w, w)))(ce)
 
 
