@@ -40,14 +40,20 @@ class Waiting:
         return None if self._passes() is not None else self.hook(*args)
 
 
-class SetAside:
-    """The hooks of these parameters do nothing until `put_back` is called."""
+def running(parameters: Sequence[Tensor]) -> list[Any]:
+    """The hooks of these parameters that the next backward pass would run."""
+    return [hook for hooks in dicts_of(parameters) for hook in hooks.values() if not isinstance(hook, Waiting)]
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+
+class SetAside:
+    """The hooks of these parameters, but those of ours, do nothing until `put_back` is called."""
+
+    def __init__(self, parameters: Sequence[Tensor], but: Sequence[Any] = ()) -> None:
         self._dicts = dicts_of(parameters)
         for hooks in self._dicts:
             for key, hook in list(hooks.items()):
-                hooks[key] = Waiting(hook, self)
+                if hook not in but:
+                    hooks[key] = Waiting(hook, self)
 
     def put_back(self) -> None:
         for hooks in self._dicts:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ..core.errors import BatchError, BigBatchWarning
 from ..core.window import cuts
@@ -66,7 +67,11 @@ def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _noting(calls: list[Call], name: str, layer: Any) -> Callable[..., None]:
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor | PackedSequence)), None)
+        if isinstance(x, PackedSequence):  # its axis of samples is the one it was packed along, whatever batch_first is
+            num_steps, num_samples = len(x.batch_sizes), int(x.batch_sizes[0])
+            calls.append(Call(f"{name} ({type(layer).__name__}, packed)", num_steps, num_samples))
+            return
         if x is None or x.is_nested or torch.compiler.is_compiling():
             return
         if x.ndim == 2 and isinstance(layer, RECURRENT_OR_ATTENTION):
@@ -92,7 +97,7 @@ def cut_along_time(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any
     """
     whole, other = nest.map_tensors(lambda tensor: tensor, micro_batch), _resized(micro_batch)
     with time_major_calls(model) as calls:
-        _run_aside(run, model, whole)
+        run_aside(run, model, whole)
     found = _confirmed(calls, run, model, micro_batch, other)
     return None if found is None else _sentence(found, micro_batch)
 
@@ -128,7 +133,7 @@ def _confirmed(
     num_other_rows = nest.batch_size(other)
     with time_major_calls(model) as calls:
         try:
-            _run_aside(run, model, other)
+            run_aside(run, model, other)
         except Exception:  # BatchNorm, say, may refuse a single row
             return _by_its_shape(suspects, micro_batch)
     confirmed = {call._replace(num_steps=num_rows) for call in calls if call.num_steps == num_other_rows}
@@ -153,15 +158,18 @@ def _resized(micro_batch: Any) -> Any:
     return nest.map_tensors(lambda t: torch.cat([t, t]) if t.ndim else t, micro_batch)
 
 
-def _run_aside(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any) -> None:
-    """With copies of the buffers: a backward pass may still need the originals as they are."""
+def run_aside(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any) -> Any:
+    """Runs without gradients, and leaves buffers and torch's random state as they were.
+
+    With copies of the buffers: a backward pass may still need the originals as they are.
+    """
     held = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
         for own, buffers in held:
             own.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
         with torch.random.fork_rng(devices=devices), torch.no_grad():
-            run(nest.map_tensors(Tensor.clone, micro_batch))  # a loss may write into it
+            return run(nest.map_tensors(Tensor.clone, micro_batch))  # a loss may write into it
     finally:
         for own, buffers in held:
             own.update(buffers)

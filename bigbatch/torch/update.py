@@ -160,8 +160,9 @@ class Update:
 
         If any rank has hooks, all take part: the norm may take all of them.
         """
-        if any(num_hooks) and (self.scaler is None or math.isfinite(arithmetic.norm(sums))):
-            has_changed = self._gradients.num_hooks() > 0 and self._gradients.run_hooks(sums)
+        own = self._gradients.num_hooks()
+        if (own or any(num_hooks)) and (self.scaler is None or math.isfinite(arithmetic.norm(sums))):
+            has_changed = own > 0 and self._gradients.run_hooks(sums)
             if len(set(num_hooks)) > 1:
                 self._replicas.check_hooks(num_hooks, has_changed=has_changed)
 
