@@ -1,7 +1,6 @@
 """Tasks of Keras: a model that is compiled and fitted, step by step."""
 
 import inspect
-import math
 from typing import Any
 
 import keras
@@ -9,9 +8,8 @@ import numpy as np
 
 from ..core.errors import OptionError
 from ..core.step import Step
-from ..core.verification import Verification, judge, relative_error
-from ..keras import accumulate
-from ..keras.checks import batch_norms
+from ..core.verification import Verification
+from ..keras import accumulate, verify
 from . import randomness
 from .config import Config
 from .engine import EPSILON, PlainEngine, check_kind, refuse_nonfinite, scores_of
@@ -21,7 +19,6 @@ from .memory import HostPeak
 from .task import Task, call_with, their_own_errors
 
 POLICIES = {"float32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
-TOLERANCE = 1e-4  # a step is taken in float32
 
 
 class KerasEngine(PlainEngine):
@@ -94,32 +91,9 @@ class KerasEngine(PlainEngine):
         load_variables(state, self.model, self.model.optimizer)
 
     def verify(self, batch: Any) -> Verification:
-        """One step of SGD, whose update is the gradient, on two copies: the whole batch, and cut."""
-        num = self.num_samples(batch)
-        self.model.predict_on_batch(batch[0][:1])
-        start = self.model.get_weights()
-        moved = []
-        for size in (num, self.micro_batch_size):
-            model = self._make_model()
-            model.compile(optimizer=keras.optimizers.SGD(1.0), loss=self.task.loss)
-            with their_own_errors():
-                model.predict_on_batch(batch[0][:1])
-                model.set_weights(start)
-                accumulate(model, size).train_on_batch(*batch)
-            moved.append([v.numpy() - s for v, s in zip(model.weights, start, strict=True) if v.trainable])
-        names = [v.path for v in self.model.weights if v.trainable]
-        full, ours = moved
-        norms = [float(np.linalg.norm(g)) for g in full]
-        distances = [float(np.linalg.norm(a - b)) for a, b in zip(ours, full, strict=True)]
-        total = math.hypot(*norms)
-        errors = {
-            name: relative_error(distance, norm, total)
-            for name, distance, norm in zip(names, distances, norms, strict=True)
-        }
-        causes = ["the gradients are those of a step of fit in float32, so they agree to about 1e-6 at best"]
-        if names := batch_norms(self.model):
-            causes.append(f"{', '.join(names)} normalise by the micro-batch")
-        return judge(errors, causes, TOLERANCE, math.hypot(*distances) / total if total else 0.0)
+        self.num_samples(batch)  # checks its form
+        with their_own_errors():
+            return verify(self.model, *batch, micro_batch_size=self.micro_batch_size)
 
 
 def make_optimizer(task: Task, model: Any, config: Config) -> Any:

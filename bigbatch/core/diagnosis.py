@@ -7,7 +7,7 @@ What is left over (the residual) means that G has something in it that no micro-
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ Array = NDArray[np.float64]
 
 CLOSE = 1e-5  # coefficients come out of a least-squares fit over float64 gradients
 RESIDUAL = 1e-6  # the residual is the root of a difference of squares: half the digits are gone
+TOO_VAGUE = 0.05  # coefficients that rounding moves by so much name no mistake
 
 
 @dataclass(frozen=True)
@@ -29,129 +30,190 @@ class Mix:
     """False where the micro-gradients are so alike, or so many, that other coefficients do as well."""
     gram: Array
     """Dot products of the micro-gradients with each other."""
+    noise: float = 0.0
+    """How far rounding may move a gradient, relative to its norm."""
+    norms: Array | None = None
+    """Of the micro-gradients, where `gram` is not exact."""
 
     @property
     def is_known(self) -> bool:
-        return self.is_unique and self.residual < RESIDUAL
+        return self.is_unique and self.residual < self.allowed_residual
+
+    @property
+    def allowed_residual(self) -> float:
+        """What rounding alone may leave over."""
+        parts = np.abs(self.coefficients) * np.sqrt(np.diag(self.gram))
+        norm = np.sqrt(max(float(self.coefficients @ self.gram @ self.coefficients), 0.0))
+        allowed: float = max(RESIDUAL, 10 * self.noise * (1 + parts.sum() / norm if norm else 1.0))
+        return allowed
+
+    @property
+    def close(self) -> float:
+        """Coefficients that differ by less, relative to the largest, may be the same."""
+        if not self.noise:
+            return CLOSE
+        norms = np.sqrt(np.diag(self.gram))
+        lowest = np.sqrt(max(float(np.linalg.eigvalsh(self.gram)[0]), 0.0))
+        if not lowest or not np.any(self.coefficients):
+            return 1.0
+        parts = float(np.linalg.norm(self.coefficients * norms))
+        larger = self.noise * parts / lowest / np.abs(self.coefficients).max()
+        return max(CLOSE, 10 * float(larger))
 
 
-def unmix(products: Array) -> Mix:
-    """The mix, from the dot products of [g_1, …, g_K, G] with each other."""
+def unmix(products: Array, noise: float = 0.0) -> Mix:
+    """The mix, from the dot products of [g_1, …, g_K, G] with each other; `noise` is as in `Mix`."""
     gram, against, square = products[:-1, :-1], products[:-1, -1], float(products[-1, -1])
     eigenvalues = np.linalg.eigvalsh(gram)
     coefficients = np.asarray(np.linalg.lstsq(gram, against, rcond=1e-13)[0], np.float64)
     left = square - 2 * float(coefficients @ against) + float(coefficients @ gram @ coefficients)
     residual = float(np.sqrt(max(left, 0.0) / square)) if square else 0.0
-    return Mix(coefficients, residual, bool(eigenvalues[0] > 1e-10 * eigenvalues[-1]), gram)
+    mix = Mix(coefficients, residual, bool(eigenvalues[0] > 1e-10 * eigenvalues[-1]), gram, noise)
+    if mix.is_unique and noise and mix.close > TOO_VAGUE:
+        return replace(mix, is_unique=False)
+    return mix
 
 
-def explain_loss(mix: Mix, ours: Array, reduction: str) -> str | None:
-    """Why the loss of the whole batch is not the mean (or sum) of ours, if it is not."""
-    found = mix.coefficients
-    coupled = (
-        "the loss couples the samples of a batch: the loss of the whole batch is no weighted mean of the "
-        "losses of its micro-batches (a contrastive loss, a BatchNorm that normalises by what it is fed, a root of a "
-        "mean), so it cannot be cut"
-    )
-    if mix.residual >= RESIDUAL:
-        return coupled
-    if not mix.is_unique:
-        return None
-    if np.allclose(found, ours, rtol=CLOSE, atol=CLOSE):
-        return None
-    if reduction == "mean" and np.allclose(found, 1.0, rtol=CLOSE):
-        return 'the loss adds up over samples instead of taking the mean: pass reduction="sum", or divide in the loss'
-    if not np.isclose(found.sum(), 1.0, rtol=CLOSE):
-        return coupled
-    if reduction == "sum":
-        return 'the loss is a mean but reduction="sum" adds it up: pass reduction="mean", or add up in the loss'
+COUPLED = (
+    "the loss couples the samples of a batch: the loss of the whole batch is no weighted mean of the losses of its "
+    "micro-batches (a contrastive loss, a BatchNorm that normalises by what it is fed, a root of a mean), so it cannot "
+    "be cut"
+)
+ADDS_UP = 'the loss adds up over samples instead of taking the mean: pass reduction="sum", or divide in the loss'
+MEAN_ADDED_UP = 'the loss is a mean but reduction="sum" adds it up: pass reduction="mean", or add up in the loss'
+
+
+def disagrees(found: Array, ours: Array, whom: str = "its micro-batches") -> str:
     return (
-        f"the weight disagrees with the loss's own mean: the loss counts its micro-batches {percent(found)}, "
+        f"the weight disagrees with the loss's own mean: the loss counts {whom} {percent(found)}, "
         f"the weight {percent(ours)}: let `weight` return over how many the loss is a mean"
     )
 
 
+def explain_loss(mix: Mix, ours: Array, reduction: str) -> str | None:
+    """Why the loss of the whole batch is not the mean (or sum) of ours, if it is not."""
+    found, close = mix.coefficients, mix.close
+    if mix.residual >= mix.allowed_residual:
+        return COUPLED
+    if not mix.is_unique:
+        return None
+    if np.allclose(found, ours, rtol=close, atol=close):
+        return None
+    if reduction == "mean" and np.allclose(found, 1.0, rtol=close):
+        return ADDS_UP
+    if not np.isclose(found.sum(), 1.0, rtol=close * np.sqrt(len(found))):
+        return COUPLED
+    if reduction == "sum":
+        return MEAN_ADDED_UP
+    return disagrees(found, ours)
+
+
 def explain_loop(mix: Mix, right: Array) -> str | None:
     """Which classic mistake a foreign loop made, if any; `right` are the coefficients it should have."""
-    found, num = mix.coefficients, len(right)
-    if mix.residual >= RESIDUAL:
+    found, num, close = mix.coefficients, len(right), mix.close
+    if mix.residual >= mix.allowed_residual:
         return (
-            "the gradient has something in it that is in none of the micro-batches: gradients that were not "
-            "zeroed before the window, or random numbers drawn anew"
+            "the gradient has something in it that is in none of the micro-batches: the loop adds what the loss does "
+            "not have (a penalty, noise, gradients of an earlier window), or computes another loss"
         )
     if not mix.is_unique:
         return "the micro-batches' gradients are too alike to tell how each was weighted"
-    if np.allclose(found, right, rtol=CLOSE, atol=CLOSE):
+    if np.allclose(found, right, rtol=close, atol=close):
         return None
     seen = f"it weights the micro-batches {numbers(found)} where {numbers(right)} is right"
-    none = CLOSE * float(np.abs(found).max())
+    none = close * float(np.abs(found).max())
     if num > 1 and np.all(np.abs(found[:-1]) <= none):
         return f"only the last micro-batch counts: gradients are zeroed between micro-batches; {seen}"
-    if left_out := [str(k + 1) for k in range(num) if abs(found[k]) <= none and right[k] > CLOSE]:
+    left_out = [str(k + 1) for k in range(num) if abs(found[k]) <= none and right[k] > close]
+    counted = [abs(c) for c in found if abs(c) > none]
+    if left_out and min(counted) > 30 * none:  # else they were shrunk, some beyond what can be seen
         return f"micro-batch {', '.join(left_out)} is left out; {seen}"
-    if np.allclose(found, found[0], rtol=CLOSE, atol=0):
-        return f"{_equal(float(found[0]), num)}; {seen}"
+    if np.allclose(found, found[0], rtol=close, atol=0):
+        return f"{_equal(float(found[0]), num, close)}; {seen}"
     scale = float(found @ right / (right @ right))
-    if np.allclose(found, scale * right, rtol=CLOSE, atol=none):
-        return f"{_proportional(scale, right)}; {seen}"
-    for unclipped in (right, np.full(num, 1 / num), np.ones(num)):
-        if is_clipped(mix, unclipped):
-            return f"the gradient is clipped after each micro-batch instead of once per step; {seen}"
+    if np.allclose(found, scale * right, rtol=close, atol=none):
+        return f"{_proportional(scale, right, close)}; {seen}"
+    if (odd := odd_one(mix, right)) is not None:
+        return f"{odd}; {seen}"
+    if any(is_clipped(mix, unclipped) for unclipped in (right, np.full(num, 1 / num), np.ones(num))):
+        return f"{CLIPPED}; {seen}"
     return seen
 
 
-def _equal(scale: float, num: int) -> str:
-    if np.isclose(scale, 1 / num, rtol=CLOSE):
+CLIPPED = "the gradient is clipped after each micro-batch instead of once per step"
+
+
+def odd_one(mix: Mix, right: Array) -> str | None:
+    """The one micro-batch that counts more than the others, which are scaled alike."""
+    found, num = mix.coefficients, len(right)
+    if num < 3 or np.any(right <= 0):
+        return None
+    for measure in (np.ones(num), right):
+        ratio = found / measure
+        odd = int(np.argmax(np.abs(ratio)))
+        others = np.delete(ratio, odd)
+        if others[0] and np.allclose(others, others[0], rtol=mix.close, atol=0):
+            name = "the last micro-batch" if odd == num - 1 else f"micro-batch {odd + 1}"
+            times = float(ratio[odd] / others[0])
+            return f"{name} is not divided like the others: it counts {times:.4g} times as much as they do"
+    return None
+
+
+def _equal(scale: float, num: int, close: float) -> str:
+    if np.isclose(scale, 1 / num, rtol=close):
         return f"divided by the number of micro-batches ({num}) although their weights differ (a mean of means)"
-    if np.isclose(scale, 1.0, rtol=CLOSE):
+    if np.isclose(scale, 1.0, rtol=close):
         return "not divided: the micro-batches' mean losses are added up as they are"
-    if 0 < scale < 1 and (divisor := whole_times(1 / scale)):
+    if 0 < scale < 1 and (divisor := whole_times(1 / scale, close)):
         size = "short window under-scaled" if divisor > num else "over-scaled"
         return f"{size}: divided by {divisor} although the window has {num} micro-batches"
-    if (times := whole_times(scale * num)) or (times := whole_times(scale)):
-        return f"{times} times too large: gradients of an earlier window were not zeroed"
+    if (times := whole_times(scale * num, close)) or (times := whole_times(scale, close)):
+        return f"{times} times too large: gradients of an earlier window were not zeroed, or the loss was multiplied"
     return f"every micro-batch counts {scale:.4g} whatever its weight"
 
 
-def _proportional(scale: float, right: Array) -> str:
+def _proportional(scale: float, right: Array, close: float) -> str:
     nominal = float(right.max()) * len(right)  # the total if all were as large as the largest, over the total
-    if times := whole_times(scale):
-        return f"{times} times too large: gradients of an earlier window were not zeroed, or not divided by"
-    if np.isclose(scale * nominal, 1.0, rtol=CLOSE):
+    if times := whole_times(scale, close):
+        return f"{times} times too large: gradients of an earlier window were not zeroed, or the loss was multiplied"
+    if np.isclose(scale * nominal, 1.0, rtol=close):
         return "short window under-scaled: divided by the size of a full window although this one is smaller"
     if scale < 1:
         return f"the whole gradient is {scale:.4g} times what it should be (under-scaled or clipped)"
     return f"the whole gradient is {scale:.4g} times what it should be"
 
 
-def whole_times(scale: float) -> int:
+def whole_times(scale: float, close: float = CLOSE) -> int:
     """2, 3, … if the scale is that whole number, else 0; beyond a thousand, nearly every number looks whole."""
     times = round(scale)
-    return times if 2 <= times <= 1000 and np.isclose(scale, times, rtol=CLOSE) else 0
+    is_told_apart = times * close < 0.1  # rounding may make any number look whole
+    return times if 2 <= times <= 1000 and is_told_apart and np.isclose(scale, times, rtol=close) else 0
 
 
 def is_clipped(mix: Mix, scale: Array) -> bool:
     """Whether the coefficients are these scales after a clipping of each micro-batch to one norm."""
     if np.any(scale == 0):
         return False
+    close = mix.close
     ratio = mix.coefficients / scale
-    if not (np.all(ratio <= 1 + CLOSE) and np.all(ratio > 0) and np.any(ratio < 1 - CLOSE)):
+    if not (np.all(ratio <= 1 + close) and np.all(ratio > 0) and np.any(ratio < 1 - close)):
         return False
-    norms = np.sqrt(np.diag(mix.gram))
-    clipped = ratio < 1 - CLOSE
+    norms = np.sqrt(np.diag(mix.gram)) if mix.norms is None else mix.norms
+    alike = max(1e-3, 10 * close)
+    clipped = ratio < 1 - close
     for size in (norms, norms * scale):  # clipped before or after the scale was applied
         after = size * ratio
-        if np.ptp(after[clipped]) < 1e-3 * after[clipped].max() and np.all(
-            size[~clipped] <= after[clipped].max() * (1 + 1e-3)
+        if np.ptp(after[clipped]) < alike * after[clipped].max() and np.all(
+            size[~clipped] <= after[clipped].max() * (1 + alike)
         ):
             return True
     # or the running sum was clipped each time: what came early was shrunk again and again
     factors = ratio / np.append(ratio[1:], 1.0)
-    if np.any(factors > 1 + CLOSE) or np.all(factors > 1 - CLOSE):
+    if np.any(factors > 1 + close) or np.all(factors > 1 - close):
         return False
     sums = [np.where(np.arange(len(ratio)) <= k, ratio / ratio[k] * factors[k] * scale, 0.0) for k in range(len(ratio))]
-    sizes = np.array([np.sqrt(part @ mix.gram @ part) for part in sums])[factors < 1 - CLOSE]
-    return bool(np.ptp(sizes) < 1e-3 * sizes.max())
+    sizes = np.array([np.sqrt(part @ mix.gram @ part) for part in sums])[factors < 1 - close]
+    return bool(np.ptp(sizes) < (alike if mix.norms is None else 0.05) * sizes.max())
 
 
 def percent(coefficients: Sequence[float] | Array) -> str:

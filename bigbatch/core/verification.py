@@ -22,6 +22,8 @@ class Verification:
     tolerance: float = 1e-9
     total_error: float = 0.0
     """Relative error of the whole gradient."""
+    precision: str = ""
+    """The dtype in which they were compared, where a framework says so."""
 
     def __bool__(self) -> bool:
         return self.is_exact
@@ -36,7 +38,7 @@ class Verification:
                 f"{'-' * width}  --------------",
                 *(f"{name:{width}}  {error:14.1e}" for name, error in ordered),
                 f"{verdict}: the largest error is {self.max_error:.1e}, of the whole gradient {self.total_error:.1e}, "
-                f"allowed is {self.tolerance:.0e}",
+                f"allowed is {self.tolerance:.0e}{f' in {self.precision}' if self.precision else ''}",
                 *(f"- {cause}" for cause in self.causes),
             ]
         )
@@ -48,9 +50,24 @@ def judge(errors: Mapping[str, float], causes: list[str], tolerance: float, tota
     return Verification(largest <= tolerance, largest, dict(errors), tuple(causes), tolerance, total_error)
 
 
-def relative_error(distance: float, norm: float, total_norm: float) -> float:
+def relative_error(distance: float, norm: float, total_norm: float, floor: float = FLOOR) -> float:
     """The distance of two gradients of one parameter, relative to the true one's norm."""
     if distance == 0.0:
         return 0.0
-    scale = max(norm, FLOOR * total_norm)
+    scale = max(norm, floor * total_norm)
     return distance / scale if scale else float("inf")
+
+
+def tolerance_for(epsilon: float, num_samples: int, num_micro_batches: int) -> float:
+    """What rounding may do, in a dtype with this epsilon, to sums over so many samples in so many parts.
+
+    Rounding errors of sums grow like the root of the number of additions at most, in practice slower; 100 leaves room
+    for the depth of a model.
+    """
+    additions = math.sqrt(math.sqrt(num_samples * num_micro_batches))
+    return max(1e-9, 100 * epsilon * additions)
+
+
+def floor_for(epsilon: float) -> float:
+    """Where a parameter's gradient is rounding alone, as part of the whole gradient: `FLOOR` in float64."""
+    return FLOOR if epsilon < 1e-10 else 1e-2

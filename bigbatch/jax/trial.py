@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.audit import Gradient, Loop, total_error_of
+from ..core.audit import Gradient, Loop, Rows, total_error_of
 from ..core.diagnosis import Array
 from ..core.errors import GradientError, LossError
+from ..core.verification import floor_for
 from ..core.weight import scales, totals
 from ..core.window import cuts
 from .arguments import Arrays, Form, num_rows
@@ -33,18 +34,20 @@ class Trial:
         self.arrays = arrays
         self.run = Run(window, form, arrays)
         self.micro_batches = self._cut(self.run)
+        numbered = Run(window, form, arrays._replace(rows=[jnp.arange(num_rows(arrays))]))
+        self.parts = [micro_batch.rows[0].tolist() for micro_batch in pieces(numbered)]
+        self.epsilon = max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(parameters))
+        self.floor = floor_for(self.epsilon)
         self.has_dropout = False
         self.draws = len(self.micro_batches) > 1 and bool(arrays.keys) and self._draws()
         if self.draws:
             self.has_dropout = True
             self.draws = self._draws()
             self.has_dropout = not self.draws
-        self.is_explained = self.is_quiet = False
 
     def _cut(self, run: Run) -> list[Arrays]:
         run.look((self.parameters,))
-        sizes = [part.stop - part.start for part in cuts(num_rows(run.arrays), run.size)]
-        return [run.micro_batch(number, size) for number, size in enumerate(sizes)]
+        return pieces(run)
 
     def _draws(self) -> bool:
         """Whether another key gives another gradient."""
@@ -53,8 +56,6 @@ class Trial:
         return any(not np.array_equal(a, b, equal_nan=True) for a, b in found)
 
     def full(self) -> Gradient:
-        if self.is_quiet:
-            return self.accumulated()
         found = self._mix(self.run, self.micro_batches) if self.draws else self._of(self.arrays)
         if not any(map(np.any, found.values())):
             raise LossError(
@@ -83,12 +84,23 @@ class Trial:
             found = jax.jit(self.run.result)((self.parameters,)).gradient
         return self._named(jax.tree.unflatten(jax.tree.structure(self.parameters), found))
 
-    def micro(self, number: int) -> Gradient:
-        return self._of(self.micro_batches[number])
+    def of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
+        index = np.asarray(rows)
 
-    def by_loop(self, loop: Loop) -> tuple[Gradient, Gradient]:
+        def loss(parameters: Any) -> Any:
+            picked = self.arrays._replace(rows=[row[index] for row in self.arrays.rows])
+            terms = self.run.loss((parameters,), picked)[0]
+            return sum(terms) if term is None else terms[term]
+
+        with self._settled():  # not compiled, since every number of rows would be compiled anew
+            value, found = jax.value_and_grad(loss)(self.parameters)
+        return self._named(found), float(value)
+
+    def by_loop(self, loop: Loop, order: Rows | None = None) -> tuple[Gradient, Gradient]:
+        picked = [self.micro_batches[k] for k in (range(len(self.parts)) if order is None else order)]
+
         def once() -> Gradient:  # on copies, since a loop may pop from a dict, or donate what it is given
-            parameters, micro_batches = jax.tree.map(jnp.array, (self.parameters, self.micro_batches))
+            parameters, micro_batches = jax.tree.map(jnp.array, (self.parameters, picked))
             batches = [self.run.form.batch(micro_batch) for micro_batch in micro_batches]
             found = loop(parameters, [batch[0] if len(batch) == 1 else batch for batch in batches])
             self._check_found(found)
@@ -137,28 +149,26 @@ class Trial:
             ]
         return []
 
-    def layer_causes(self) -> list[str]:
-        """What is cut wrongly. A cause is told if the gradient is right without it."""
+    def explained(self) -> list[str]:
         full = self._of(self.arrays)
         gap = total_error_of(full, self.accumulated())
-        causes = [
-            cause
-            for cut, cause in (self._cut_too(), self._cut_along_axis_1())
-            if cut is not None and total_error_of(full, cut) < 1e-3 * gap
-        ]
-        if not causes and self._is_bent(full):
-            causes.append(
+        if gap < self.epsilon:
+            return []
+        cut, cause = self._cut_too()
+        if cut is not None and total_error_of(full, cut) < 1e-3 * gap:
+            return [cause]
+        if self._is_bent(full):
+            return [
                 "the gradient of twice the loss is not twice the gradient: something in the backward pass, such as a "
                 "custom_vjp that clips, depends on the size of what it is given, and a sample's part in a micro-batch "
                 "is larger than in the whole batch; clip the finished gradient instead (optax.clip)"
-            )
-        if not causes and not self.draws and not self.has_dropout and self._draws_inside():
-            causes = [
+            ]
+        if not self.draws and not self.has_dropout and self._draws_inside():
+            return [
                 "the loss draws random numbers with a key that is not among its arguments, so each micro-batch draws "
                 "the same numbers, and the whole batch draws others: pass the key as an argument"
             ]
-        self.is_explained = bool(causes)
-        return causes
+        return []
 
     def _cut_too(self) -> tuple[Gradient | None, str]:
         """With the arrays that go whole, and have as many rows as the batch, as part of the batch."""
@@ -168,26 +178,27 @@ class Trial:
         form, arrays = cut_too(self.run.form, self.arrays, num)
         run = Run(self.run.window, form, arrays)
         cause = f"{names[0]} goes whole to every micro-batch, but is part of the batch: pass it by position"
-        return self._or_none(lambda: self._mix(run, self._cut(run))), cause
+        try:
+            return self._mix(run, self._cut(run)), cause
+        except Exception:  # a loss that cannot be cut so
+            return None, ""
 
-    def _cut_along_axis_1(self) -> tuple[Gradient | None, str]:
+    def cut_elsewhere(self, is_mean: Callable[[Gradient, Gradient, Gradient], bool]) -> str | None:
         rows = self.arrays.rows
         if any(row.ndim < 2 for row in rows) or len({row.shape[1] for row in rows}) > 1 or rows[0].shape[1] < 2:
-            return None, ""
-        parts = cuts(rows[0].shape[1], max(1, rows[0].shape[1] // 2))
-        pieces = [self.arrays._replace(rows=[row[:, part] for row in rows]) for part in parts]
-        sizes = [part.stop - part.start for part in parts]
-
-        def mix() -> Gradient:
-            by_samples = np.array(sizes) / (sum(sizes) if self.reduction == "mean" else 1)
-            found = [self._of(piece) for piece in pieces]
-            return {name: sum(g[name] * w for g, w in zip(found, by_samples, strict=True)) for name in found[0]}
-
-        cause = (
+            return None
+        middle = rows[0].shape[1] // 2
+        halves = [[row[:, :middle] for row in rows], [row[:, middle:] for row in rows]]
+        try:
+            first, second = (self._of(self.arrays._replace(rows=half)) for half in halves)
+        except Exception:  # a loss that cannot be cut so
+            return None
+        if not is_mean(self._of(self.arrays), first, second):
+            return None
+        return (
             "the leading axis of the batch, which is cut, is probably time, and its second axis the samples: cut along "
             "the second axis the gradient is right; put the samples first, and swap the axes in the loss"
         )
-        return self._or_none(mix), cause
 
     def _is_bent(self, full: Gradient) -> bool:
         """Whether the backward pass is not linear."""
@@ -201,22 +212,21 @@ class Trial:
         loss = jax.make_jaxpr(lambda parameters: self.run.loss((parameters,), self.arrays)[0])
         return is_drawing(loss(self.parameters).jaxpr)
 
-    def _or_none(self, gradient: Callable[[], Gradient]) -> Gradient | None:
-        try:
-            return gradient()
-        except Exception:  # a loss that cannot be cut so
-            return None
-
-    @contextmanager
-    def without_dropout(self) -> Iterator[None]:
-        yield
-
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Inside, a difference that layer_causes explained is out of the way."""
-        self.is_quiet = self.is_explained
         yield
-        self.is_quiet = False
+
+    without_dropout = without_hooks = quiet
+
+    def layer_causes(self) -> list[str]:
+        return []
+
+    blind_spots = carried_over = layer_causes
+    has_hooks = False
+
+    @property
+    def is_random(self) -> bool:
+        return self.draws
 
     def _of(self, arrays: Arrays, scale: float = 1.0) -> Gradient:
         with self._settled():
@@ -228,6 +238,12 @@ class Trial:
 
     def _named(self, gradient: Any) -> Gradient:
         return {name_of(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(gradient)}
+
+
+def pieces(run: Run) -> list[Arrays]:
+    """The micro-batches of a run."""
+    sizes = [part.stop - part.start for part in cuts(num_rows(run.arrays), run.size)]
+    return [run.micro_batch(number, size) for number, size in enumerate(sizes)]
 
 
 def name_of(path: Any) -> str:

@@ -9,17 +9,14 @@ import jax.numpy as jnp
 
 from ..core.audit import Loop, audit, audit_loop
 from ..core.errors import BigBatchError
-from ..core.verification import Verification
+from ..core.verification import Verification, tolerance_for
 from ..core.weight import Reduction, check_reduction
 from ..core.window import positive
-from .arguments import as_numbers, take_apart
+from .arguments import as_numbers, num_rows, take_apart
 from .keys import Rng
 from .outputs import Asked
 from .trial import Trial
 from .window import Loss, Window
-
-FLOAT32 = 1e-4
-"""The tolerance where a loss computes in float32; the error of a parameter is relative to its own gradient."""
 
 
 def verify(
@@ -36,38 +33,37 @@ def verify(
     kwargs: Mapping[str, Any] | None = None,
     batch_argnums: int | tuple[int, ...] | None = None,
     step: Loop | None = None,
-    tolerance: float = 1e-9,
+    tolerance: float | None = None,
 ) -> Verification:
     """Compares the gradient of the full batch with the accumulated one, in float64, and says why where they differ.
 
     The loss is called as `loss(parameters, batch, *args, **kwargs)`. With `step`, somebody else's accumulation is
     compared: `step(parameters, micro_batches)` returns its gradient. A loss that only runs in float32 is compared in
-    float32, with a larger tolerance, and the result says so.
+    float32, and the result says so. The tolerance is 1e-9 in float64, and follows from the size of the sums in float32,
+    unless it is given.
     """
     micro_batch_size = positive("micro_batch_size", micro_batch_size)
     check_reduction(reduction)
     numbers = None if batch_argnums is None else as_numbers("batch_argnums", batch_argnums)
     window = Window(loss, micro_batch_size, weight, has_aux, reduction, Asked.of("auto"), rng, None)
 
-    def compare(given: Any, tolerance: float) -> Verification:
+    def compare(given: Any) -> Verification:
         positional, named = given
         form, (own,), arrays = take_apart(positional, named, (0,), numbers)
         trial = Trial(window, form, own, arrays)
-        return audit(trial, tolerance) if step is None else audit_loop(trial, step, tolerance)
+        allowed = tolerance or tolerance_for(trial.epsilon, num_rows(arrays), len(trial.parts))
+        return audit(trial, allowed) if step is None else audit_loop(trial, step, allowed)
 
     given = (parameters, batch, *args), dict(kwargs or {})
     try:
         with jax.enable_x64(True):
-            return compare(widened(given), tolerance)
+            return compare(widened(given))
     except BigBatchError:
         raise
     except (TypeError, ValueError) as error:  # JAX refuses to mix dtypes, in the carry of a scan or in a convolution
         reason = str(error).partition("\n")[0].rstrip(".:")
-    found = compare(given, max(tolerance, FLOAT32))
-    note = (
-        f"the loss does not run in float64 ({reason}), so it was compared in its own dtypes, where {FLOAT32:.0e} is "
-        "allowed for rounding"
-    )
+    found = compare(given)
+    note = f"the loss does not run in float64 ({reason}), so it was compared in its own dtypes"
     return replace(found, causes=(note, *found.causes))
 
 

@@ -8,14 +8,25 @@ import keras
 from ..core.errors import BatchError, BigBatchWarning, OptionError
 
 
-def check_rows(batch: Any) -> None:
-    """Refuses arrays of x, y and sample_weight that do not share their leading axis, as far as that is known."""
-    named = [
+def named_rows(batch: Any) -> list[tuple[str, int]]:
+    """The number of samples of each array of x, y and sample_weight, as far as that is known."""
+    return [
         (name, leaf.shape[0])
         for name, part in zip(("x", "y", "sample_weight"), batch, strict=True)
         for leaf in keras.tree.flatten(part)
         if leaf is not None and len(leaf.shape) and leaf.shape[0] is not None
     ]
+
+
+def is_even(batch: Any) -> bool:
+    """Whether all arrays of a batch have the same number of samples, and there are some."""
+    nums = {num for _, num in named_rows(batch)}
+    return len(nums) == 1 and 0 not in nums
+
+
+def check_rows(batch: Any) -> None:
+    """Refuses arrays of x, y and sample_weight that do not share their leading axis, as far as that is known."""
+    named = named_rows(batch)
     for name, num in named:
         if num != named[0][1]:
             raise BatchError(
@@ -89,12 +100,18 @@ def check_replicas(num_replicas: int, has_own_loss: bool) -> None:
 
 
 def batch_norms(model: Any) -> list[str]:
-    """The names of the layers that normalise by what they are fed."""
-    return [
+    """The names of the layers that normalise by what they are fed; on torch, of its own too (TorchModuleWrapper)."""
+    ours = [
         layer.name
         for layer in model._flatten_layers()
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
     ]
+    if keras.backend.backend() != "torch":
+        return ours
+    from ..torch.checks import batch_norm_modules
+
+    wrappers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.TorchModuleWrapper)]
+    return ours + [layer.name for layer in wrappers if batch_norm_modules(layer)]
 
 
 def tell_batch_norm(model: Any) -> None:

@@ -1,5 +1,6 @@
 """fit on the jax backend: the micro-batches are one `lax.scan` in the step that fit compiles."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from . import checks, loss
 from .jax_batch import Cut, num_samples, taken
 from .loss import Batch, Form
 from .step import FitStep
+from .trial import Found
 
 State = tuple[Any, Any, Any, Any]
 """The values of the trainable, the non-trainable, the optimizer's and the metrics' variables."""
@@ -44,13 +46,15 @@ class JAXStep(FitStep):
         y_pred = None
         if form.needs_outputs:
             y_pred = form.rebuild(leaves)
+        if form.needs_outputs and not form.is_bound:
             with loss.losses_of(model, None if added is None else [added]):
                 value, (_, non_trainable, metrics) = model.stateless_compute_loss(
                     trainable, non_trainable, metrics,
                     x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True,
                 )  # fmt: skip
+        if form.needs_outputs:
             # Keras's own step loses the masks of outputs between loss and metrics (3.15, on JAX alone): so do we
-            y_pred = tree.map_structure(unmasked, y_pred)
+            y_pred = loss.map_tensors(unmasked, y_pred)
         trainable, optimizer = model.optimizer.stateless_apply(optimizer, sums, trainable)
         logs, metrics = model._update_metrics_variables(metrics, value, x, y, y_pred, sample_weight)
         return logs, (trainable, non_trainable, optimizer, metrics)
@@ -128,13 +132,7 @@ class JAXStep(FitStep):
         def gradient_of(trainable: Any, non_trainable: Any, micro_batch: Batch, share: Any, shares: Any) -> Any:
             nonlocal has_added
             y_pred, non_trainable, losses = self.forward(trainable, non_trainable, micro_batch[0])
-            mapping = [
-                *zip(model.trainable_variables, trainable, strict=True),
-                *zip(model.non_trainable_variables, non_trainable, strict=True),
-                *zip(model.optimizer.variables, optimizer, strict=True),
-                *zip(model.metrics_variables, metrics, strict=True),
-            ]
-            with keras.StatelessScope(state_mapping=mapping):
+            with keras.StatelessScope(self.mapping((trainable, non_trainable, optimizer, metrics))):
                 micro, added = loss.micro_loss(model, form, micro_batch, y_pred, losses, share, shares)
                 has_added |= added is not None
                 leaves = form.leaves(y_pred)
@@ -176,6 +174,27 @@ class JAXStep(FitStep):
         total = total if axis is None else jax.lax.psum(total, axis)
         weights = jnp.concatenate([stacked for (stacked,) in found])
         return jnp.where(total == 0, 0, weights / jnp.where(total == 0, 1, total))
+
+    def mapping(self, state: State) -> list[tuple[Any, Any]]:
+        """Pairs of all variables and their values."""
+        model = self.model
+        kinds = (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
+        )
+        return [pair for pairs in zip(kinds, state, strict=True) for pair in zip(*pairs, strict=True)]
+
+    def peek(self, state: State, iterator: Any) -> tuple[Any, tuple[State, Any]]:
+        first = next(iterator)
+        return first, (state, itertools.chain([first], iterator))
+
+    def try_out(self, batch: Batch, *args: Any) -> Found:
+        state, _ = args
+        batch = tree.map_structure(lambda leaf: leaf if leaf is None else jnp.asarray(leaf), batch)
+        with jax.default_matmul_precision("highest"):  # by default a GPU rounds otherwise for another batch size
+            return self.trial(batch, taken, self.mapping(state))
 
     def forward(self, trainable: Any, non_trainable: Any, x: Any, *, training: bool = True) -> Any:
         """The model's output, the updated non-trainable variables, and model.losses."""

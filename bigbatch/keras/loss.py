@@ -11,6 +11,8 @@ For the micro-batch k this becomes
 with n_k of the N samples, and with the weight w_tk that Keras divides loss_tk by: the samples; what a mask leaves
 of them; the sum of the sample weights (reduction "mean_with_sample_weight"). A loss with reduction "sum" counts
 as it is. The n_k / N add up to one, so what does not depend on the batch (a regularizer) counts once.
+
+What does its own reduction (a function, a `compute_loss`, `add_loss`) does not say how it counts; trial.py finds out.
 """
 
 import warnings
@@ -43,11 +45,12 @@ class Part(NamedTuple):
 class Kind(NamedTuple):
     """How a loss counts the samples."""
 
-    is_sum: bool
-    is_counted: bool
-    """Whether the weight is only known once the model has run: a mask, or sample weights that are divided by."""
-    is_shared: bool
-    """Whether Keras divides it by the number of replicas."""
+    power: int = 1
+    """1: a mean over the samples, 0: a sum, 2: a mean divided by the samples once more. See `share_of`."""
+    counted: str | None = None
+    """What the weight is, where it is only known once the model has run: "mask", or "weights"."""
+    is_shared: bool = False
+    """Whether it is divided by the number of replicas."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +68,23 @@ class Form:
 
     kinds: tuple[Kind, ...]
     has_own_loss: bool
-    """Whether the model's class has a compute_loss of its own; it is taken to be a mean over samples."""
+    """Whether the model has a compute_loss of its own."""
     needs_outputs: bool
     """Whether something wants to see the outputs of the whole batch: metrics, mostly."""
     outputs: Any
-    """A nest of `Output`."""
+    """A nest of `Output`, or None."""
+    own_power: int = 1
+    """As `Kind.power`, of the model's own compute_loss."""
+    layer_powers: tuple[int, ...] = ()
+    """As `Kind.power`, of each of model.losses; all 1 if empty."""
+    is_bound: bool = False
+    """Whether compute_loss uses what call() left on the model, so that it makes no sense for the whole batch."""
+    is_vector: bool = False
+    """Whether Keras's loss has a value for each sample (reduction "none")."""
 
     @property
     def is_counted(self) -> bool:
-        return any(kind.is_counted for kind in self.kinds)
+        return any(kind.counted for kind in self.kinds)
 
     def leaves(self, y_pred: Any) -> list[Any]:
         """The tensors that are kept of a micro-batch: the outputs, then the masks that there are."""
@@ -85,17 +96,27 @@ class Form:
 
     def rebuild(self, leaves: list[Any]) -> Any:
         """The opposite of `leaves`: an output of the model, with its masks."""
-        outputs = tree.flatten(self.outputs)
+        outputs = tensors_of(self.outputs)
         masks = iter(leaves[len(outputs) :])
         for tensor, output in zip(leaves, outputs, strict=False):
             if output.mask is not None:
                 set_keras_mask(tensor, next(masks))
-        return tree.pack_sequence_as(self.outputs, leaves[: len(outputs)])
+        tensors = iter(leaves)
+        return map_tensors(lambda output: next(tensors), self.outputs)
 
 
 def flatten(outputs: Any, mask_of: Callable[[Any], Any]) -> list[Any]:
-    flat = tree.flatten(outputs)
+    flat = tensors_of(outputs)
     return flat + [mask for mask in map(mask_of, flat) if mask is not None]
+
+
+def tensors_of(outputs: Any) -> list[Any]:
+    """The leaves that are not None: a model may leave an output out."""
+    return [leaf for leaf in tree.flatten(outputs) if leaf is not None]
+
+
+def map_tensors(function: Callable[[Any], Any], outputs: Any) -> Any:
+    return tree.map_structure(lambda leaf: None if leaf is None else function(leaf), outputs)
 
 
 def look(model: Any, batch: Batch, y_pred: Any) -> Form:
@@ -107,15 +128,23 @@ def look(model: Any, batch: Batch, y_pred: Any) -> Form:
         mask = get_keras_mask(tensor)
         return Output(tensor.dtype, tensor.shape, None if mask is None else Output(mask.dtype, mask.shape))
 
-    has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
-    kinds = () if has_own_loss else tuple(kind(part) for part in parts(model, batch, y_pred))
+    own = has_own_loss(model)
+    found = [] if own else parts(model, batch, y_pred)
+    kinds = tuple(map(kind, found))
+    is_vector = any(getattr(part.loss, "reduction", "sum") in ("none", None) for part in found)
     needs_outputs = (
-        has_own_loss
+        own
+        or is_vector
         or len(kinds) > 1  # each has its own mean in the history
         or model._compile_metrics is not None
         or type(model).compute_metrics is not keras.Model.compute_metrics
     )
-    return Form(kinds, has_own_loss, needs_outputs, tree.map_structure(output, y_pred))
+    return Form(kinds, own, needs_outputs, map_tensors(output, y_pred), is_vector=is_vector)
+
+
+def has_own_loss(model: Any) -> bool:
+    """Whether the class, or this model alone, has a compute_loss of its own."""
+    return getattr(model.compute_loss, "__func__", None) is not keras.Model.compute_loss
 
 
 def parts(model: Any, batch: Batch, y_pred: Any) -> list[Part]:
@@ -143,32 +172,44 @@ def parts(model: Any, batch: Batch, y_pred: Any) -> list[Part]:
 
 
 def kind(part: Part) -> Kind:
+    """How a loss counts, as far as it says so itself; what it does not say, `trial` measures."""
     loss = part.loss
-    if not isinstance(loss, keras.Loss) or type(loss).__call__ is not keras.Loss.__call__:
-        return Kind(is_sum=False, is_counted=False, is_shared=False)
+    if is_opaque(loss):
+        return Kind()
     values, mask = evaluate(part)
     is_sum = loss.reduction in ("sum", "none", None)
     if is_one := not len(values.shape):
         check_one(part, is_sum)
     if isinstance(loss, keras.losses.Circle):
         raise LossError(f"the loss {loss.name} compares the samples of a batch with each other, so it cannot be cut")
+    if is_sum:
+        return Kind(power=0)
     by_weight = loss.reduction == "mean_with_sample_weight" and part.sample_weight is not None
-    return Kind(is_sum, not is_sum and (mask is not None or by_weight), not is_sum and not is_one)
+    return Kind(1, "weights" if by_weight else "mask" if mask is not None else None, is_shared=not is_one)
+
+
+def is_opaque(loss: Any) -> bool:
+    """Whether a loss does its own reduction, so that what it divides by cannot be read off."""
+    return not isinstance(loss, keras.Loss) or type(loss).__call__ is not keras.Loss.__call__
 
 
 def check_one(part: Part, is_sum: bool) -> None:
     """Says what it means that a loss returns one number for all samples."""
     says = f"the loss {part.loss.name} returns one number for all samples"
+    remedy = "return one number for each sample"
     if isinstance(part.loss, keras.losses.Dice | keras.losses.Tversky):
         raise LossError(f"{says}, which is no mean, so it cannot be cut: pass an axis that leaves out the batch")
-    if part.sample_weight is not None:
-        raise LossError(f"{says}, so sample_weight cannot weight them: return one number for each sample")
-    if not is_sum:
+    if all(len(tensor.shape) == 1 for tensor in tensors_of(part.y_pred)):
+        says = f"the model's output has one axis only, over which the loss {part.loss.name} takes the mean"
+        remedy = "give the model an output of shape (samples, 1)"
+    elif not is_sum and part.sample_weight is None:
         warnings.warn(
-            f"{says}, which is taken to be their mean: return one number for each sample, and Keras takes the mean",
+            f"{says}, which is taken to be their mean: {remedy}, and Keras takes the mean",
             BigBatchWarning,
             stacklevel=2,
         )
+    if part.sample_weight is not None:
+        raise LossError(f"{says}, so sample_weight cannot weight them: {remedy}")
 
 
 def evaluate(part: Part) -> tuple[Any, Any]:
@@ -183,16 +224,34 @@ def evaluate(part: Part) -> tuple[Any, Any]:
 
 
 def weigh(part: Part, kind: Kind, num: Any) -> Any:
-    """The weight of a micro-batch of so many samples: what Keras divides this loss by."""
-    if not kind.is_counted:
+    """The weight of a micro-batch of so many samples: what this loss is divided by."""
+    if not kind.counted:
         return ops.cast(num, "float32")
     dtype = wide(part.loss.dtype)
-    _, mask = evaluate(part)
-    if part.loss.reduction != "mean_with_sample_weight":
+    mask = None if is_opaque(part.loss) else evaluate(part)[1]
+    if kind.counted == "mask":
         return ops.sum(ops.cast(mask, dtype))
     mask = None if mask is None else ops.cast(mask, dtype)
-    weight = None if part.sample_weight is None else ops.convert_to_tensor(part.sample_weight, dtype=dtype)
-    return ops.sum(apply_mask(weight, mask, dtype=dtype, reduction=part.loss.reduction))
+    weight = ops.convert_to_tensor(part.sample_weight, dtype=dtype)
+    return ops.sum(apply_mask(weight, mask, dtype=dtype, reduction="mean_with_sample_weight"))
+
+
+def share_of(share: Any, power: int) -> Any:
+    """By what the loss of a micro-batch counts, if it has the `share` n_k / N of the samples.
+
+    Of a mean by n_k / N, of a sum by 1, of a mean that is divided by the samples once more by (n_k / N)².
+    """
+    return share**power
+
+
+def value_of(part: Part, kind: Kind) -> Any:
+    """What the loss says of a micro-batch, on one replica; the sum, where it is a value for each sample."""
+    weight = part.sample_weight
+    if kind.counted and is_opaque(part.loss):  # which divides by the sum of the weights, where it should count nothing
+        weight = ops.convert_to_tensor(weight)
+        weight = ops.where(ops.sum(weight) == 0, ops.ones_like(weight), weight)
+    value = ops.sum(part.loss(part.y_true, part.y_pred, weight))
+    return unscale_loss_for_distribution(value) if kind.is_shared else value
 
 
 def micro_loss(model: Any, form: Form, batch: Batch, y_pred: Any, losses: Any, share: Any, shares: Any) -> Any:
@@ -201,24 +260,30 @@ def micro_loss(model: Any, form: Form, batch: Batch, y_pred: Any, losses: Any, s
     `share` is n_k / N; `shares` are the w_tk / W_t, where they differ from it. The second result is what
     model.losses add to the first, None if there are none.
     """
-    added = None
-    if losses:
-        added = share * sum(ops.cast(ops.sum(loss), share.dtype) for loss in losses)
+    powers = form.layer_powers if len(form.layer_powers) == len(losses) else [1] * len(losses)
+    scaled = [
+        share_of(share, power) * ops.cast(ops.sum(loss), share.dtype)
+        for loss, power in zip(losses, powers, strict=True)
+    ]
+    added = sum(scaled) if scaled else None
     if form.has_own_loss:
+        own = share_of(share, form.own_power)
         # metrics that it updates are to see the whole batch, so here they update nothing
-        with losses_of(model, losses), nullcontext() if in_stateless_scope() else keras.StatelessScope():
+        with losses_of(model, [loss / own for loss in scaled]), stateless():
             x, y, sample_weight = batch
             loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-        return share * ops.cast(loss, share.dtype), added
+        return own * ops.cast(loss, share.dtype), added
     total = 0.0 if added is None else added
     for i, (part, kind) in enumerate(zip(parts(model, batch, y_pred), form.kinds, strict=True)):
-        loss = ops.cast(ops.sum(part.loss(part.y_true, part.y_pred, part.sample_weight)), share.dtype)
-        if kind.is_shared:
-            loss = unscale_loss_for_distribution(loss)
-        if not kind.is_sum:
-            loss = loss * (shares[i] if kind.is_counted else share)
+        loss = ops.cast(value_of(part, kind), share.dtype)
+        loss = loss * (shares[i] if kind.counted else share_of(share, kind.power))
         total = total + (loss if part.factor is None else loss * part.factor)
     return total, added
+
+
+def stateless() -> Any:
+    """Inside, nothing that is assigned to a variable of Keras is kept."""
+    return nullcontext() if in_stateless_scope() else keras.StatelessScope()
 
 
 @contextmanager

@@ -1,12 +1,17 @@
 """What the steps of all backends share."""
 
+import functools
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import keras
 
+from ..core.errors import BigBatchWarning
 from . import checks
-from .loss import Form, wide
+from .loss import Batch, Form, wide
+from .trial import Found, Trial, try_out
 
 
 class FitStep:
@@ -15,7 +20,7 @@ class FitStep:
     It is set on the instance: the class stays what it is, and a saved model knows nothing of it.
     """
 
-    replaces: tuple[str, ...] = ("train_step",)
+    replaces: tuple[str, ...] = ("train_step", "make_train_function")
     """The methods of the model that this object's methods of the same names stand in for."""
 
     def __init__(self, model: Any, micro_batch_size: int) -> None:
@@ -24,6 +29,7 @@ class FitStep:
         self.has_told_batch_norm = False
         self._forms: dict[Any, Form] = {}
         self._compiled: Any = None
+        self._found = Found()
 
     @staticmethod
     def of(model: Any) -> "FitStep | None":
@@ -64,7 +70,57 @@ class FitStep:
         key = str(specs)
         if key not in self._forms:
             self._forms[key] = look()
-        return self._forms[key]
+        return self._found.applied_to(self._forms[key])
+
+    def make_train_function(self, force: bool = False) -> None:
+        """Keras's own, but for the first batch, on which the loss is tried before the step."""
+        model = self.model
+        if model.train_function is not None and not force:
+            return
+        type(model).make_train_function(model, force)
+        function = model.train_function
+        is_tried = False
+
+        def train_function(*args: Any) -> Any:
+            nonlocal is_tried
+            if not is_tried:
+                is_tried = True
+                data, args = self.peek(*args)
+                self._found = self.try_out(keras.utils.unpack_x_y_sample_weight(data), *args)
+            return function(*args)
+
+        model.train_function = train_function
+
+    def peek(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The first batch in what a train_function is called with, and the same to call it with."""
+        raise NotImplementedError
+
+    def try_out(self, batch: Batch, *args: Any) -> Found:
+        """Tries the loss on the first batch."""
+        raise NotImplementedError
+
+    def trial(
+        self, batch: Batch, cut: Any, values: Any = None, alone: Callable[[], Any] = lambda: nullcontext(1)
+    ) -> Found:
+        """Tries the loss outside of what fit compiles, and leaves no trace.
+
+        `values` are pairs of variables and values, where the variables do not hold them.
+        `cut(batch, start, num)` takes rows; inside `alone()`, which gives the number of replicas, there is only one.
+        """
+        self.check()
+        if not checks.is_even(batch):
+            return Found()  # the step says what is wrong with it
+        model = self.model
+        run = functools.partial(self.call, training=False)
+        trial = Trial(model, batch, self.micro_batch_size, run, cut, alone)
+        if values is None:
+            values = [(v, v.value) for v in model.trainable_variables]  # or regularizers would find none (Keras 3.15)
+        with keras.StatelessScope(values, collect_losses=True):
+            found = try_out(trial)
+            model._clear_losses()
+        for sentence in trial.told:
+            warnings.warn(sentence, BigBatchWarning, stacklevel=2)
+        return found
 
     @property
     def dtype(self) -> str:

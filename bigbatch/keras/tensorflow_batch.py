@@ -19,6 +19,11 @@ def as_tensor(leaf: Any) -> Any:
     return leaf if is_ready else tf.convert_to_tensor(leaf)
 
 
+def without_optional(leaf: Any) -> Any:
+    """Keras's datasets have an empty Optional where there is None."""
+    return None if isinstance(leaf, tf.experimental.Optional) else leaf
+
+
 def num_samples(x: Any) -> Any:
     """How many samples a batch has: a number where the graph knows it, else a tensor."""
     leaf = next((leaf for leaf in tree.flatten(x) if leaf is not None), None)

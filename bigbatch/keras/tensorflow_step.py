@@ -1,7 +1,10 @@
 """fit on the tensorflow backend: the whole step is one graph, the micro-batches are a loop in it."""
 
+import functools
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -12,7 +15,8 @@ from . import checks, loss
 from . import tensorflow_replicas as replicas
 from .loss import Batch, Form
 from .step import FitStep
-from .tensorflow_batch import as_tensor, cut, num_samples, placeholder, spec, with_rows
+from .tensorflow_batch import as_tensor, cut, num_samples, placeholder, spec, with_rows, without_optional
+from .trial import Found
 
 Body = Callable[[Any, Any, Any], tuple[Any, list[Any]]]
 
@@ -52,9 +56,10 @@ class TensorFlowStep(FitStep):
         y_pred = None
         if form.needs_outputs:
             y_pred = form.rebuild(leaves)
+        if form.needs_outputs and not form.is_bound:
             with loss.losses_of(model, [] if added is None else [added]):
                 whole = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-            value = whole if form.has_own_loss else value
+            value = whole if form.has_own_loss or form.is_vector else value
         # with several replicas, value is this one's part of the loss of all: the tracker adds up value * samples
         part = tf.math.divide_no_nan(total, tf.cast(size, total.dtype)) if replicas.num_replicas() > 1 else 1
         model._loss_tracker.update_state(value * tf.cast(part, value.dtype), sample_weight=size)
@@ -157,6 +162,33 @@ class TensorFlowStep(FitStep):
             self.model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
             return loss.look(self.model, batch, y_pred)
 
+    def peek(self, iterator: Any) -> tuple[Any, tuple[Any]]:
+        """Of Keras's iterator the first elements are taken, and given back as another iterator of the same type."""
+        num = self.model.steps_per_execution
+        first = list(itertools.islice(iterator, num))
+        if not first:
+            raise StopIteration
+        again = iter(first)
+        if isinstance(iterator, tf.data.Iterator):  # or Keras would trace its step a second time
+            datasets = [tf.data.Dataset.from_tensors(data) for data in first]
+            elements = tf.nest.flatten(iter(functools.reduce(tf.data.Dataset.concatenate, datasets)), True)
+            again = tf.nest.pack_sequence_as(iterator, elements, expand_composites=True)
+        return first[0], (again,)
+
+    def try_out(self, batch: Batch, *args: Any) -> Found:
+        """Eagerly, on what the first replica has of the batch."""
+        strategy = self.strategy or tf.distribute.get_strategy()
+        batch = tree.map_structure(without_optional, batch)
+        batch = tree.map_structure(as_tensor, replicas.first_replica(strategy, batch))
+        specs = tree.map_structure(spec, batch)
+        if not checks.is_even(batch):
+            return Found()
+        self.form(specs, lambda: self.look(specs))  # builds what is not built
+        found: list[Found] = []
+        with full_precision():
+            strategy.run(lambda: found.append(self.trial(batch, cut, alone=replicas.alone)))
+        return found[0]
+
     # --- instead of methods of Keras 3.15 that fail under a strategy ------------------------------------------
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
@@ -172,6 +204,18 @@ class TensorFlowStep(FitStep):
 
     def test_step(self, data: Any) -> Any:
         return replicas.as_vectors(type(self.model).test_step(self.model, data))
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Without TensorFloat-32, which rounds otherwise for another batch size."""
+    config = tf.config.experimental
+    was = config.tensor_float_32_execution_enabled()
+    config.enable_tensor_float_32_execution(False)
+    try:
+        yield
+    finally:
+        config.enable_tensor_float_32_execution(was)
 
 
 def flat(stacked: Any) -> Any:

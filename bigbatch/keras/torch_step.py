@@ -14,6 +14,7 @@ from ..torch.collection import part
 from . import checks, loss
 from .loss import Batch, Form
 from .step import FitStep
+from .trial import Found
 
 
 class TorchStep(FitStep):
@@ -35,8 +36,8 @@ class TorchStep(FitStep):
         checks.check_not_empty(size)
         checks.check_rows(batch)
         model.zero_grad()
-        value, added, y_pred = self.accumulate(batch, size)
-        if y_pred is not None:
+        value, added, y_pred, is_bound = self.accumulate(batch, size)
+        if y_pred is not None and not is_bound:
             with torch.no_grad(), loss.losses_of(model, None if added is None else [added]):
                 value = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
         model._loss_tracker.update_state(value, sample_weight=size)
@@ -48,8 +49,11 @@ class TorchStep(FitStep):
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
-    def accumulate(self, batch: Batch, size: int) -> tuple[Any, Any, Any]:
-        """Leaves the gradient of the batch on the model; returns the loss, what model.losses add, and the outputs."""
+    def accumulate(self, batch: Batch, size: int) -> tuple[Any, Any, Any, bool]:
+        """Leaves the gradient of the batch on the model.
+
+        Returns the loss, what model.losses add, the outputs, and whether compute_loss makes no sense for all of them.
+        """
         model = self.model
         self._sums: dict[int, Any] = {}
         value, added, kept = 0.0, None, []
@@ -72,8 +76,9 @@ class TorchStep(FitStep):
                 added = extra.detach() if added is None else added + extra.detach()
             kept.append([leaf.detach() for leaf in form.leaves(y_pred)])
         if not form.needs_outputs:
-            return value, added, None
-        return value, added, form.rebuild([torch.cat(leaves) for leaves in zip(*kept, strict=True)])
+            return value, added, None, False
+        y_pred = form.rebuild([torch.cat(leaves) for leaves in zip(*kept, strict=True)])
+        return value, added, y_pred, form.is_bound
 
     def count(self, form: Form, batch: Batch, where: list[slice]) -> Any:
         """The shares of the losses in each micro-batch, where masks or sample weights decide.
@@ -95,6 +100,20 @@ class TorchStep(FitStep):
         """The form of a batch, from the output for a micro-batch."""
         with torch.no_grad():
             return loss.look(self.model, batch, y_pred)
+
+    def peek(self, data: Any) -> tuple[Any, tuple[Any]]:
+        return data[0], (data,)
+
+    def try_out(self, batch: Batch, *args: Any) -> Found:
+        batch = tree.map_structure(as_tensor, batch)
+        modes = [(module, module.training) for module in self.model.modules()]
+        try:
+            self.model.eval()
+            with torch.no_grad():
+                return self.trial(batch, lambda batch, start, num: cut(batch, slice(start, start + num)))
+        finally:
+            for module, training in modes:
+                module.training = training
 
     def widen(self) -> None:
         """Moves gradients in float16 or bfloat16 into sums in float32; all others add up where they are."""
@@ -126,6 +145,10 @@ def cut(batch: Batch, rows: slice) -> Any:
     x, y, sample_weight = tree.map_structure(leaf, batch)
     # Keras multiplies a mask into the sample weights in place (3.15, on torch alone)
     return x, y, tree.map_structure(copied, sample_weight)
+
+
+def as_tensor(leaf: Any) -> Any:
+    return None if leaf is None else keras.ops.convert_to_tensor(leaf)
 
 
 def copied(value: Any) -> Any:

@@ -1,16 +1,17 @@
 """A copy of the user's model, a batch, and the ways to take its gradient."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from ..core.audit import Gradient, Loop
+from ..core.audit import Gradient, Loop, Rows
 from ..core.diagnosis import Array
 from ..core.errors import BigBatchWarning, OptionError
+from ..core.verification import FLOOR
 from ..core.weight import Reduction, Terms, as_terms, scales, totals
 from ..core.window import Window, cuts
 from . import nest
@@ -41,9 +42,13 @@ class Trial:
         self.loss = loss
         self.weight = weight
         self.reduction: Reduction = reduction
-        layout = nest.Layout(batch)
+        self.layout = layout = nest.Layout(batch)
         self.batch = layout.pack(layout.tensors)
-        self.parts = cuts(nest.batch_size(layout), micro_batch_size)
+        self.parts = [range(part.start, part.stop) for part in cuts(nest.batch_size(layout), micro_batch_size)]
+        self.epsilon = max(
+            (np.finfo(tf.as_dtype(v.dtype).as_numpy_dtype).eps for v in model.trainable_variables), default=1e-16
+        )
+        self.floor = FLOOR
         self.micro_batches = [
             layout.pack([nest.part(t, part.start, part.stop) for t in layout.tensors]) for part in self.parts
         ]
@@ -57,7 +62,7 @@ class Trial:
             self._notes = []
 
     def full(self) -> Gradient:
-        return self._gradient_of(self.batch, 1.0)
+        return self._gradient_of(self.batch)[0]
 
     def accumulated(self) -> Gradient:
         self._restore()
@@ -78,24 +83,31 @@ class Trial:
         names = {id(v): name for name, v in self._named()}
         return {names[id(v)]: g.numpy() for g, v in optimizer.seen}
 
-    def micro(self, number: int) -> Gradient:
-        return self._gradient_of(self.micro_batches[number], *self.right_scales()[number])
+    def of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
+        index = tf.constant(list(rows))
+        picked = [t if t.shape.rank == 0 else tf.gather(t, index) for t in self.layout.tensors]
+        return self._gradient_of(self.layout.pack(picked), term)
 
-    def by_loop(self, loop: Loop) -> tuple[Gradient, Gradient]:
+    def by_loop(self, loop: Loop, order: Rows | None = None) -> tuple[Gradient, Gradient]:
         raise OptionError(
             "verify(step=…) is for PyTorch, where gradients stay on the model: compare two trainings here"
         )
 
     def right_scales(self) -> Array:
-        weights = [self._weight_of(k) for k in range(len(self.parts))]
+        weights = list(map(self._weight_of, self.micro_batches))
         total = totals(weights)
         return np.array([scales(weight, total, self.reduction) for weight in weights])
 
-    def _weight_of(self, number: int) -> Terms:
+    def _weight_of(self, batch: Any) -> Terms:
         if self.weight is None:
-            return (self.parts[number].stop - self.parts[number].start,)
-        found = as_terms(self.weight(self.micro_batches[number]))
+            return (nest.batch_size(nest.Layout(batch)),)
+        found = as_terms(self.weight(batch))
         return tuple(float(tf.reduce_sum(tf.cast(w, tf.float64))) for w in found)
+
+    def _share_of(self, batch: Any) -> Share:
+        """How much of the whole batch this is, for a loss that divides by the size of the whole batch."""
+        found = scales(self._weight_of(batch), self._weight_of(self.batch), self.reduction)
+        return Share(found[0] if len(found) == 1 else None)
 
     def notes(self) -> list[str]:
         return list(self._notes)
@@ -119,24 +131,36 @@ class Trial:
             for layer in frozen:
                 layer.trainable = True
 
-    @contextmanager
-    def without_dropout(self) -> Iterator[None]:
-        yield
+    def blind_spots(self) -> list[str]:
+        return []
+
+    explained = blind_spots
+
+    def cut_elsewhere(self, is_mean: Callable[[Gradient, Gradient, Gradient], bool]) -> str | None:
+        return None
+
+    def carried_over(self) -> list[str]:
+        return []
+
+    is_random = has_hooks = False
+    without_dropout = without_hooks = nullcontext
 
     def _loss(self, model: Any, batch: Any) -> Any:
         with dropout_off(model):
             return self.loss(model, batch)
 
-    def _gradient_of(self, batch: Any, *shares: float) -> Gradient:
-        """Of a part of the batch with this share in it, in which the loss is computed as the accumulator does it."""
+    def _gradient_of(self, batch: Any, term: int | None = None) -> tuple[Gradient, float]:
+        """Of a part of the batch, in which the loss is computed as the accumulator does it."""
         self._restore()
         named = self._named()
-        share = Share(shares[0] if len(shares) == 1 else None)
+        share = self._share_of(batch)
         with outside_of_scopes():  # on one device
             with tf.GradientTape() as tape, one_replica(share):
-                total = tf.add_n([tf.reshape(term, []) for term in as_terms(self._loss(self.model, batch))])
+                terms = as_terms(self._loss(self.model, batch))
+                total = tf.add_n([tf.reshape(t, []) for t in terms]) if term is None else tf.reshape(terms[term], [])
             found = tape.gradient(total, [as_tf_variable(v) for _, v in named])
-        return {name: dense(g).numpy() for (name, _), g in zip(named, found, strict=True) if g is not None}
+        gradient = {name: dense(g).numpy() for (name, _), g in zip(named, found, strict=True) if g is not None}
+        return gradient, float(total)
 
     def _named(self) -> list[tuple[str, Any]]:
         return [(getattr(v, "path", v.name), v) for v in self.model.trainable_variables]

@@ -17,6 +17,9 @@ from torch.nn.utils.rnn import PackedSequence
 from ..core.errors import BatchError
 from ..core.window import Window, check_lists, shares
 
+MIN_SAMPLES = 3
+"""Two tensors of one shape are an input and its target."""
+
 
 def map_tensors(change: Callable[[Tensor], Any], nest: Any) -> Any:
     """The same nest with every tensor changed; what is no tensor stays as it is."""
@@ -121,6 +124,7 @@ def batch_size(batch: Any, name: str = "batch") -> int:
     is_plain = is_row(batch)
     if not is_plain:
         _refuse_packed(batch, name)
+        _refuse_samples(batch, name)
     sizes = {tensor.size(0) for tensor in (batch if is_plain else tensors(batch)) if tensor.ndim}
     if len(sizes) == 1 and 0 not in sizes:
         size = sizes.pop()
@@ -151,6 +155,20 @@ def _refuse_packed(batch: Any, name: str) -> None:
         )
     for part, item in items(batch, name) or ():
         _refuse_packed(item, part)
+
+
+def _refuse_samples(batch: Any, name: str) -> None:
+    """A list may be of samples (`collate_fn=list`) or of tensors that have all samples: alike, they could be either."""
+    if not isinstance(batch, list) or len(batch) < MIN_SAMPLES:
+        return
+    shapes = [[tuple(leaf.shape) for leaf in tensors(item)] for item in batch]
+    if any(any(row) for row in shapes) and all(row == shapes[0] for row in shapes):
+        _, leaf = next((part, leaf) for part, leaf in leaves(batch, name) if isinstance(leaf, Tensor) and leaf.ndim)
+        raise BatchError(
+            f"the {name} is a list of {len(batch)} items of one shape, {tuple(leaf.shape)}, which may be "
+            f"{len(batch)} samples, or tensors with {leaf.size(0)} samples each: pass torch.stack(batch) in the first "
+            "case, and tuple(batch) in the second"
+        )
 
 
 def _refuse_arrays(batch: Any, name: str, size: int) -> None:

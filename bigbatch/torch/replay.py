@@ -1,5 +1,6 @@
 """Random numbers that do not depend on how a batch is cut: drawn once for the batch, handed out in parts."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DROPOUT = torch.ops.aten.native_dropout.default
-WHOLE_ONLY = (torch.ops.aten.randperm, torch.ops.aten.multinomial)  # a part of these is not one for a part
+MULTINOMIAL = torch.ops.aten.multinomial.default
 
 
 class Recording(TorchDispatchMode):
@@ -21,7 +22,7 @@ class Recording(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if is_random(func, args, kwargs or {}):
             drawn = out[1] if func is DROPOUT else out
-            self.draws.append(drawn.clone() if func is DROPOUT or is_whole(func, out) else None)
+            self.draws.append(drawn.clone() if func is DROPOUT or is_whole(func, args, out) else None)
         return out
 
 
@@ -36,23 +37,23 @@ class Replay(TorchDispatchMode):
         super().__init__()
         self._draws = draws
         self._batch_size = batch_size
-        self._part = slice(0, batch_size)
+        self._rows: Sequence[int] | None = range(batch_size)
         self._next = 0
         self.is_faithful = True
 
-    def start(self, part: slice) -> None:
-        """From here on the draws are for this part of the batch."""
-        self._part = part
+    def start(self, rows: Sequence[int] | None) -> None:
+        """From here on the draws are for these samples of the batch; None if they are no concern of this."""
+        self._rows = rows
         self._next = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not is_random(func, args, kwargs or {}):
+        if self._rows is None or not is_random(func, args, kwargs or {}):
             return out
         fresh = out[1] if func is DROPOUT else out
         drawn = self._draws[self._next] if self._next < len(self._draws) else None
         self._next += 1
-        mine = part_of(drawn, fresh, self._part, self._batch_size)
+        mine = part_of(drawn, fresh, self._rows, self._batch_size)
         if mine is None:
             self.is_faithful = False
             return out
@@ -63,19 +64,22 @@ class Replay(TorchDispatchMode):
         return out
 
 
-def part_of(drawn: Tensor | None, fresh: Any, part: slice, batch_size: int) -> Tensor | None:
-    """The part of a draw that belongs to a part of the batch: along the one axis that scales with it."""
+def part_of(drawn: Tensor | None, fresh: Any, rows: Sequence[int], batch_size: int) -> Tensor | None:
+    """What was drawn for these samples: along the one axis that scales with their number."""
     if drawn is None or not isinstance(fresh, Tensor) or drawn.ndim != fresh.ndim:
         return None
     differing = [axis for axis in range(drawn.ndim) if drawn.shape[axis] != fresh.shape[axis]]
-    if not differing:  # nothing to do with the batch, or the whole of it
-        return drawn
+    if not differing:
+        if len(rows) != batch_size or not drawn.ndim or drawn.shape[0] % batch_size:
+            return drawn  # nothing to do with the batch
+        differing = [0]  # all samples, in another order perhaps
     axis = differing[0]
     each = drawn.shape[axis] // batch_size  # an axis may hold batch times heads, batch times tokens
-    size = part.stop - part.start
-    if len(differing) > 1 or each * batch_size != drawn.shape[axis] or each * size != fresh.shape[axis]:
+    if len(differing) > 1 or each * batch_size != drawn.shape[axis] or each * len(rows) != fresh.shape[axis]:
         return None
-    return drawn.narrow(axis, part.start * each, size * each)
+    index = torch.as_tensor(rows, device=drawn.device)
+    found: Tensor = drawn.unflatten(axis, (batch_size, each)).index_select(axis, index).flatten(axis, axis + 1)
+    return found
 
 
 def is_random(func: Any, args: Any, kwargs: Any) -> bool:
@@ -89,9 +93,12 @@ def is_random(func: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def is_whole(func: Any, out: Any) -> bool:
-    """Whether the output is all that a draw leaves: not where noise is written into an argument on the side."""
-    if func.overloadpacket in WHOLE_ONLY:
+def is_whole(func: Any, args: Any, out: Any) -> bool:
+    """Whether the output is all that a draw leaves: not where noise is written into an argument on the side.
+
+    A part of a permutation is not one for a part of the batch, nor is a part of what was picked from all samples.
+    """
+    if func.overloadpacket is torch.ops.aten.randperm or (func is MULTINOMIAL and args[0].ndim == 1):
         return False
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
     return isinstance(out, Tensor) and writes == (func._schema.returns[0].alias_info is not None)

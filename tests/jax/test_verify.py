@@ -254,7 +254,7 @@ def test_a_loss_that_only_runs_in_float32(loss):
     params, batch = jax.tree.map(lambda p: p.astype(jnp.float32), classifier()), float32(BATCH)
     found = verify(params, batch, loss, 4)
     assert found.is_exact, found
-    assert 1e-9 < found.max_error < found.tolerance == 1e-4
+    assert 1e-9 < found.max_error < found.tolerance < 1e-3
     assert "does not run in float64" in found.causes[0]
     wrong = verify(params, batch, loss, 4, weight=lambda batch: 1)
     assert not wrong.is_exact

@@ -4,12 +4,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras import layers
+from keras import layers, losses, ops
 
 from bigbatch import OptionError
 from bigbatch.keras import accumulate
 
-from .cases import CASES, Case, OwnLoss, entropy, gap, images, mlp, sgd
+from .cases import CASES, Case, OwnLoss, entropy, gap, images, mlp, regularized, sgd
 
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
@@ -46,6 +46,29 @@ def test_the_same_as_on_one_device(case: Case) -> None:
     assert gap((model, history), plain) < 1e-12
 
 
+def mean_by_hand(y_true, y_pred):
+    return ops.mean(ops.square(y_pred - y_true))
+
+
+def sum_by_hand(y_true, y_pred):
+    return 0.01 * ops.sum(ops.square(y_pred - y_true))
+
+
+def over_the_batch(y_true, y_pred):
+    return 0.1 * ops.sum(ops.square(y_pred - y_true), 0)
+
+
+class AddsSum(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = layers.Dense(10)
+
+    def call(self, x):
+        found = self.head(x)
+        self.add_loss(0.01 * ops.sum(ops.square(found)))
+        return found
+
+
 SPLITS = {"16 + 16": 32, "11 + 11": 22, "9 + 8": 17, "2 + 1": 3, "1 + 0": 1}
 
 
@@ -73,6 +96,53 @@ def test_a_first_batch_that_does_not_divide() -> None:
     plain = case.fit(None)
     with STRATEGY.scope():
         assert gap(case.fit(4), plain) < 1e-12
+
+
+class Delegating(losses.Loss):
+    """Keras divides what it calls by the number of replicas, and not what it returns."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return losses.MeanSquaredError()(y_true, y_pred, sample_weight)
+
+
+DIVIDED = {
+    "an object called by a function": lambda y_true, y_pred: losses.MeanSquaredError()(y_true, y_pred),
+    "an object called by an object": Delegating(),
+    "not divided": mean_by_hand,
+    "a sum by hand": sum_by_hand,
+    "over the batch axis": over_the_batch,
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("not divided", "over the batch axis") else name
+        for name in DIVIDED
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*one number for all samples")
+@pytest.mark.usefixtures("float64")
+def test_what_a_loss_is_divided_by_is_measured(name: str) -> None:
+    """On 9 + 8 samples."""
+
+    def data():
+        x = images()()["x"][:17]
+        return {"x": x, "y": x[:, :10]}
+
+    case = Case(name, mlp, data, lambda: {"loss": DIVIDED[name]}, batch_size=17)
+    plain = case.fit(None)
+    with STRATEGY.scope():
+        assert gap(case.fit(3), plain) < 1e-12
+
+
+@pytest.mark.parametrize("build", [AddsSum, pytest.param(regularized, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("float64")
+def test_what_layers_add_is_measured(build) -> None:
+    case = Case("adds", build, lambda: {k: v[:17] for k, v in images()().items()}, entropy(), batch_size=17)
+    plain = case.fit(None)
+    with STRATEGY.scope():
+        assert gap(case.fit(3), plain) < 1e-12
 
 
 def test_eager() -> None:

@@ -247,6 +247,7 @@ def adder(accumulator: Accumulator, loss: Callable[..., Any], *, is_one: bool = 
     return lambda batch: accumulator.strategy.run(on_replica, args=(batch,))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", [name for name in EACH if name != "global_batch_size"])
 def test_gradients_of_the_users(name: str, in_graph: bool) -> None:
@@ -328,6 +329,7 @@ class Module(tf.Module):
         return tf.tanh(x @ self.matrix)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("kind", [make_model, Module], ids=["Keras", "tf.Module"])
 @pytest.mark.parametrize("name", EACH)

@@ -31,7 +31,7 @@ def test_exact_in_float64_whatever_the_size(size):
     found = verify(classifier(), (X, Y), loss, size)
     assert found.is_exact, str(found)
     assert found.max_error <= 1e-12
-    assert found.causes == ()
+    assert bool(found.causes) == (size == 53)  # one micro-batch proves nothing, and that is said
     assert len(found.errors) == 4
 
 

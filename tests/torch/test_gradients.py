@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch import config as functorch
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch import OptionError, Window
@@ -422,7 +423,8 @@ def test_terms_of_something_compiled_that_are_fed_one_micro_batch_at_a_time(what
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_remedies_for_terms_of_a_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@functorch.patch(donated_buffer=False)
+def test_the_remedies_for_terms_of_a_compiled_model() -> None:
     torch.compiler.reset()
     plain, by_step, by_feeding = smooth(), smooth(), smooth()
     accumulator, parts = with_terms(plain, two_terms)
@@ -432,8 +434,6 @@ def test_the_remedies_for_terms_of_a_compiled_model(monkeypatch: pytest.MonkeyPa
     accumulator, _ = with_terms(by_step, torch.compile(two_terms, backend="aot_eager"))
     accumulator.weight = weight
     accumulator.step(Window([part for part, _ in parts]))
-    monkeypatch.setattr("torch._functorch.config.donated_buffer", False)
-    torch.compiler.reset()
     compiled = torch.compile(by_feeding, backend="aot_eager")
     sum(two_terms(compiled, parts[0][0])).backward()
     by_feeding.zero_grad()

@@ -503,3 +503,32 @@ def test_shares_of_ranks() -> None:
         1,
         None,
     ]
+
+
+def sequences(num: int) -> list[Any]:
+    return [torch.randn(6, 3) for _ in range(num)]
+
+
+SAMPLES: dict[str, Any] = {
+    "sequences": sequences(4),
+    "sequences and tags": [(x, torch.arange(6)) for x in sequences(4)],
+    "sequences and labels": [(x, torch.tensor(1)) for x in sequences(3)],
+    "dicts": [{"x": x, "y": 1} for x in sequences(5)],
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_list_that_may_be_of_samples_is_refused(name: str) -> None:
+    batch = SAMPLES[name]
+    with pytest.raises(BatchError, match=rf"list of {len(batch)} items of one shape, \(6, 3\).*stack.*tuple\(batch\)"):
+        cut(batch, 2)
+
+
+def test_lists_that_are_plainly_of_tensors_are_cut() -> None:
+    for batch in (
+        sequences(2),
+        tuple(sequences(4)),
+        {"views": sequences(4), "y": torch.arange(6)},
+        [torch.randn(6, 3), torch.randn(6, 3), torch.arange(6)],
+    ):
+        assert cut(batch, 4)[1] == [4, 2]

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,10 @@ def test_the_shared_problems_are_exact(problem: Problem) -> None:
     )
     assert found.is_exact, str(found)
     assert found.max_error <= 1e-12
-    assert found.causes == ()
+    if problem.name == "micro-batch size n":
+        assert "one micro-batch holds the whole batch, so nothing was cut" in only(found.causes)
+    else:
+        assert found.causes == ()
     used = {name for name, _ in model.named_parameters() if problem.kind != "tokens" or "length" not in name}
     assert set(found.errors) == used
 
@@ -241,8 +245,12 @@ def test_a_loss_that_brings_float32_along_can_be_compared_in_float32() -> None:
         return criterion.weight[batch[1]].sum()
 
     with pytest.raises(RuntimeError) as caught:
-        verify(classifier(), data(), weighted, 16, weight=weight)
+        verify(classifier(), data(), weighted, 16, weight=weight, dtype=torch.float64)
     assert "dtype=torch.float32" in caught.value.__notes__[0]
+    found = verify(classifier(), data(), weighted, 16, weight=weight)
+    assert found.is_exact, str(found)
+    assert found.precision == "float32"
+    assert "compared in float32, because in float64 the model or the loss raises: expected scalar" in only(found.causes)
     found = verify(classifier(), data(), weighted, 16, weight=weight, dtype=torch.float32, tolerance=1e-5)
     assert found.is_exact, str(found)
 
@@ -462,3 +470,82 @@ def test_a_loss_that_changes_its_batch_in_place() -> None:
     before = x.clone()
     assert verify(classifier(), (x, y), halving, 8).is_exact
     assert torch.equal(x, before)
+
+
+# --- what a loss or a model may do to its batch, and to the copy ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "sentence"),
+    [
+        (lambda loss, out: {"loss": loss}, "the loss is a dict"),
+        (lambda loss, out: None, "the loss is a NoneType"),
+        (lambda loss, out: out.square().mean(1), r"the loss has the shape \(53,\), so 53 numbers instead of 1"),
+        (lambda loss, out: loss.detach(), "the loss has no graph"),
+        (lambda loss, out: loss.item(), "the loss is a float"),
+        (lambda loss, out: (loss, loss), "the loss has 2 terms but the weight has 1"),
+    ],
+    ids=["dict", "None", "unreduced", "detached", "float", "terms"],
+)
+def test_what_is_no_loss_gets_the_accumulators_own_error(bad: Any, sentence: str) -> None:
+    def returning(model: nn.Module, batch: Batch) -> Any:
+        return bad(loss(model, batch), model(batch[0]))
+
+    with pytest.raises(LossError, match=sentence):
+        verify(classifier(), data(), returning, 16)
+
+
+def test_a_hook_that_acts_on_each_micro_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: an accumulator that ran hooks in every pass would not be certified."""
+    from bigbatch.torch import collection
+
+    model = classifier()
+    model[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    assert verify(model, data(), loss, 16).is_exact
+    monkeypatch.setattr(collection, "dicts_of", lambda _: [])
+    assert not verify(model, data(), loss, 16).is_exact
+
+
+def test_the_users_hooks_are_left_as_they_are() -> None:
+    model = classifier()
+    seen: list[Tensor] = []
+    handle = model[0].weight.register_hook(seen.append)
+    verify(model, data(), loss, 16, weight=lambda b: 1)
+    seen.clear()
+    loss(model, data()).backward()
+    assert len(seen) == 1
+    handle.remove()
+
+
+def test_the_precision_and_its_tolerance_are_said() -> None:
+    assert "allowed is 1e-09 in float64" in str(verify(classifier(), data(), loss, 16))
+    found = verify(classifier(), data(), loss, 16, dtype=torch.float32)
+    assert found.is_exact
+    assert 1e-5 < found.tolerance < 1e-4
+    assert "in float32" in str(found)
+    assert verify(classifier(), data(), loss, 16, dtype=torch.float32, tolerance=1e-5).tolerance == 1e-5
+
+
+def test_an_error_of_the_loss_itself_is_raised_as_it_is() -> None:
+    def failing(model: nn.Module, batch: Batch) -> Tensor:
+        raise KeyError("labels")
+
+    with pytest.raises(KeyError, match="labels"):
+        verify(classifier(), data(), failing, 16)
+
+
+@pytest.mark.parametrize("num", [8, 31])
+def test_memory_does_not_grow_with_the_number_of_micro_batches(num: int) -> None:
+    """8 MiB of parameters: all gradients in float64 would be 500 MB for 31 micro-batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 1448), nn.Tanh(), nn.Linear(1448, 1448), nn.Tanh(), nn.Linear(1448, 4))
+    size = 4 * sum(p.numel() for p in model.parameters())
+    assert size > 2**23
+    tracemalloc.start()  # NumPy's memory is seen, in which gradients are compared
+    try:
+        found = verify(model, data(num), loss, 1, weight=lambda b: 1 + b[1].sum())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "the weight disagrees" in only(found.causes)
+    assert peak < 12 * size, f"{peak / size:.1f} times the model"
