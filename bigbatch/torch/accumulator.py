@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from ..core.errors import BatchError, BigBatchError, Interrupted, OptionError, OrderError, StateError
+from ..core.errors import BatchError, Interrupted, OptionError, OrderError, StateError
 from ..core.options import Fixed, Option, check_callable, check_size
 from ..core.step import Step
 from ..core.weight import (
     Reduction,
-    Terms,
     check_reduction,
     totals,
 )
@@ -27,7 +26,6 @@ from .nonfinite import NonFinite, OnNonFinite
 from .passes import Loss
 from .precision import Precision
 from .replicas import Reduce
-from .sample_lists import SampleLists, may_be_samples
 from .saving import like_its_own, packed, unpacked
 from .sharing import replicas_of
 from .time_major import TimeAxis
@@ -117,7 +115,6 @@ class Accumulator(Feeding):
         self.model = model
         self.precision, self.accumulate_dtype = precision, accumulate_dtype
         self.capture, self.group, self.reduce = capture, group, reduce
-        self._sample_lists = SampleLists(model)
         self._batch_norms = checks.batch_norm_modules(model)
         self._transfer = Transfer(gradients.parameters)
         self._time_axis = TimeAxis(model, can_run_twice=not self._replicas.is_shared)
@@ -164,8 +161,6 @@ class Accumulator(Feeding):
         self._tell_batch_norm(len(weights))
         is_counted = self.weight is None and self.reduction == "mean"
         self._time_axis.begin(micro_batches, is_cut=not isinstance(batch, Window), is_counted=is_counted)
-        if not self._replicas.is_shared:
-            self._sample_lists.check(batch, micro_batches, self._terms_of, self.weight, self.reduction)
         window = OpenWindow.of_step(self.reduction, weights) if self._so_far is None else self._so_far
         was_interrupted, self._so_far = self._so_far is not None, None
         try:
@@ -175,15 +170,7 @@ class Accumulator(Feeding):
         except Exception as error:
             if was_interrupted and not isinstance(error, Interrupted):
                 error.add_note("bigbatch: what the interrupted step had is dropped; step() begins the batch anew")
-            if not isinstance(error, BigBatchError) and len(sizes) > 1 and may_be_samples(batch):
-                error.add_note(
-                    f"bigbatch: the batch is a {type(batch).__name__} of {len(batch)} items of the same shape, and "
-                    "each of them was cut: if they are the samples, stack them in the collate function"
-                )
             raise
-
-    def _terms_of(self, part: Any) -> Terms:
-        return self._precision.terms(self.loss, self.model, self._transfer.brought(part))
 
     def _micro_batches(self, batch: Any) -> tuple[Sequence[Any], list[int]]:
         """The micro-batches, and their sizes where those are known or needed."""

@@ -123,17 +123,8 @@ class Gradients:
                 undo()
 
     def refuse_multi_grad_hooks(self) -> None:
-        """Those of `register_multi_grad_hook` run in a backward pass that reaches all their parameters (torch 2.13).
-
-        The gradient of a batch that was cut does not come of one such pass.
-        """
         for p in self.parameters if hooks.dicts_of(self.parameters) else ():
-            if num := sum(is_multi_grad(hook) for hook in hooks.running([p])):
-                raise GradientError(
-                    f"{self.name(p)} has {num} hook{'s' * (num != 1)} of register_multi_grad_hook, which cannot run on "
-                    "the gradient of a batch that was cut: register a hook on each parameter, with "
-                    "p.register_post_accumulate_grad_hook"
-                )
+            hooks.refuse_multi_grad(p, self.name(p))
 
     def num_hooks(self) -> int:
         return sum(map(len, hooks.dicts_of(self.parameters)))
@@ -179,11 +170,6 @@ class Gradients:
             if not bool(torch.isfinite(plain(g)).all()):
                 return self.name(p)
         return None
-
-
-def is_multi_grad(hook: Any) -> bool:
-    """By the module that made it: it has the name and the module of the user's function."""
-    return bool(getattr(hook, "__globals__", {}).get("__name__") == "torch.autograd.graph")
 
 
 def not_zero(parameters: Sequence[Tensor]) -> list[Tensor]:

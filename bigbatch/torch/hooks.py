@@ -62,6 +62,20 @@ class SetAside:
                     hooks[key] = hook.hook
 
 
+def refuse_multi_grad(parameter: Tensor, name: str) -> None:
+    """Refuses hooks of `register_multi_grad_hook`, which run in a backward pass that reaches all their parameters.
+
+    The gradient of a batch that was cut does not come of one such pass. These hooks have the name and the module of
+    the user's function, so they are known by the globals of the module that made them (torch 2.4 to 2.13).
+    """
+    names = [getattr(hook, "__globals__", {}).get("__name__") for hook in running([parameter])]
+    if num := names.count("torch.autograd.graph"):
+        raise GradientError(
+            f"{name} has {num} hook{'s' * (num != 1)} of register_multi_grad_hook, which cannot run on the gradient of "
+            "a batch that was cut: register a hook on each parameter, with p.register_post_accumulate_grad_hook"
+        )
+
+
 def run(parameter: Tensor, name: str) -> bool:
     """Runs the hooks of a parameter on its .grad, as a backward pass does; returns whether they changed it.
 

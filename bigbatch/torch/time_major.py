@@ -97,7 +97,7 @@ def cut_along_time(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any
     """
     whole, other = nest.map_tensors(lambda tensor: tensor, micro_batch), _resized(micro_batch)
     with time_major_calls(model) as calls:
-        run_aside(run, model, whole)
+        _run_aside(run, model, whole)
     found = _confirmed(calls, run, model, micro_batch, other)
     return None if found is None else _sentence(found, micro_batch)
 
@@ -133,7 +133,7 @@ def _confirmed(
     num_other_rows = nest.batch_size(other)
     with time_major_calls(model) as calls:
         try:
-            run_aside(run, model, other)
+            _run_aside(run, model, other)
         except Exception:  # BatchNorm, say, may refuse a single row
             return _by_its_shape(suspects, micro_batch)
     confirmed = {call._replace(num_steps=num_rows) for call in calls if call.num_steps == num_other_rows}
@@ -158,18 +158,15 @@ def _resized(micro_batch: Any) -> Any:
     return nest.map_tensors(lambda t: torch.cat([t, t]) if t.ndim else t, micro_batch)
 
 
-def run_aside(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any) -> Any:
-    """Runs without gradients, and leaves buffers and torch's random state as they were.
-
-    With copies of the buffers: a backward pass may still need the originals as they are.
-    """
+def _run_aside(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any) -> None:
+    """With copies of the buffers: a backward pass may still need the originals as they are."""
     held = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
         for own, buffers in held:
             own.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
         with torch.random.fork_rng(devices=devices), torch.no_grad():
-            return run(nest.map_tensors(Tensor.clone, micro_batch))  # a loss may write into it
+            run(nest.map_tensors(Tensor.clone, micro_batch))  # a loss may write into it
     finally:
         for own, buffers in held:
             own.update(buffers)
