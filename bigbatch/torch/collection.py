@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic import Sums, plain
-from .hooks import SetAside, running
+from .hooks import SetAside, dicts_of, running
 from .precision import ALONE, num_users
 
 GRAD = operator.attrgetter("grad")
@@ -66,7 +66,7 @@ class Collection:
         return self
 
     def _set_hooks_aside(self) -> None:
-        if any(hook not in self._own_hooks for hook in running(self.parameters)):
+        if dicts_of(self.parameters) and any(hook not in self._own_hooks for hook in running(self.parameters)):
             self._undo.append(SetAside(self.parameters, but=self._own_hooks).put_back)
 
     def _fill(self) -> None:
