@@ -141,7 +141,8 @@ def batch_size(batch: Any, name: str = "batch") -> int:
         if other != size:
             raise BatchError(
                 f"{first} has {size} samples but {leaf} has {other}: all tensors of a batch share their leading "
-                "axis; what belongs to no sample goes into the loss by other ways"
+                "axis; what belongs to no sample goes into the loss by other ways, and lists with an item for each "
+                "sample (the boxes of each image) go to step() as a Window of micro-batches, with weight=…"
             )
     raise BatchError(f"{first} has 0 samples: leave empty batches out of the stream")
 

@@ -410,6 +410,15 @@ class ListOfOwn(list):
         return self[0]
 
 
+def test_lists_with_an_item_for_each_sample_are_sent_to_a_window():
+    """As detectors have them: each image has boxes of its own."""
+    batch = {"images": torch.ones(3, 1, 4, 4), "targets": [{"boxes": torch.ones(num, 4)} for num in (1, 5, 2)]}
+    with pytest.raises(
+        BatchError, match=r"3 samples but batch\['targets'\]\[0\]\['boxes'\] has 1.*Window of micro-batch"
+    ):
+        cut(batch, 2)
+
+
 def test_classes_of_tuples_and_lists_are_kept():
     for batch in (PairOfOwn(X, 2 * X), NamedOfOwn(X), ListOfOwn([X, 2 * X])):
         for number, part in enumerate(cut(batch, 3)[0]):
