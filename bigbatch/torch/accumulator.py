@@ -142,6 +142,7 @@ class Accumulator(Feeding):
             raise OptionError("step() needs a loss: pass Accumulator(model, optimizer, loss, …)")
         with self._replicas.telling():
             checks.refuse_held_back(self.optimizer, self.scheduler)
+            self._gradients.refuse_multi_grad_hooks()
             micro_batches, sizes = self._micro_batches(batch)
             weights = [(size,) for size in sizes] if self.weight is None else weigh(micro_batches, self.weight)
             self._replicas.check(self._gradients, weights if self.reduction == "mean" else ())

@@ -80,8 +80,9 @@ def refuse_held_back(*prepared: Any) -> None:
 
 
 def check_scheduler(name: str, scheduler: Any) -> Any:
-    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-        raise OptionError(f"{name} is a {type(scheduler).__name__}: pass one learning rate scheduler")
+    if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
+        what = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else f"a {type(scheduler).__name__}"
+        raise OptionError(f"{name} is {what}: pass one learning rate scheduler")
     if isinstance(scheduler, ReduceLROnPlateau):
         raise OptionError(
             "ReduceLROnPlateau wants a metric with every step: step it yourself where you have the metric"
@@ -90,6 +91,8 @@ def check_scheduler(name: str, scheduler: Any) -> Any:
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise OptionError(f"accumulate_dtype is {dtype!r}: pass torch.float32 or torch.float64, or None")
     if dtype is not None and torch.promote_types(dtype, torch.float32) != dtype:
         raise OptionError(
             f"accumulate_dtype={dtype} is narrower than torch.float32 and would lose low bits: "

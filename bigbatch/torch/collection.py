@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic import Sums, plain
-from .hooks import SetAside, dicts_of
+from .hooks import SetAside, dicts_of, running
 from .precision import ALONE, num_users
 
 GRAD = operator.attrgetter("grad")
@@ -50,20 +50,24 @@ class Collection:
         self._refuse_left_by_loss = refuse_left_by_loss
         self._wide = wide
         self._by_hook: Container[Tensor] = () if HAS_GRAD_DTYPE else wide
+        self._own_hooks: list[Any] = []
         self._undo: list[Callable[[], None]] = []
         self._is_ended = False
         self._is_in_grad = False
 
     def begun(self) -> "Collection":
         """With the sums in .grad, and without the hooks of parameters."""
-        if dicts_of(self.parameters):
-            self._undo.append(SetAside(self.parameters).put_back)
+        self._set_hooks_aside()
         for p, dtype in self._wide.items():
-            self._undo.append(_widen(p, dtype, self._sums))
+            self._undo.append(_widen(p, dtype, self._sums, self._own_hooks))
         self._fill()
         self._held = grads_of(self.parameters)
         self._has_sparse = any(g.is_sparse for g in self._sums.values())
         return self
+
+    def _set_hooks_aside(self) -> None:
+        if dicts_of(self.parameters) and any(hook not in self._own_hooks for hook in running(self.parameters)):
+            self._undo.append(SetAside(self.parameters, but=self._own_hooks).put_back)
 
     def _fill(self) -> None:
         for p, g in self._sums.items():
@@ -82,6 +86,7 @@ class Collection:
         if not self._is_in_grad:
             if any(map(operator.is_not, map(GRAD, self.parameters), repeat(None))):
                 self._refuse_left_by_loss(self.parameters)
+            self._set_hooks_aside()  # a forward pass may have registered some
             self._fill()
 
     def end(self) -> None:
@@ -155,7 +160,7 @@ def clear(parameters: Iterable[Tensor]) -> None:
         p.grad = None
 
 
-def _widen(parameter: Tensor, dtype: torch.dtype, sums: Sums) -> Callable[[], None]:
+def _widen(parameter: Tensor, dtype: torch.dtype, sums: Sums, own_hooks: list[Any]) -> Callable[[], None]:
     """Lets backward passes add up in this dtype; returns how to undo that."""
     if HAS_GRAD_DTYPE:
         return set_grad_dtype(parameter, dtype)
@@ -165,6 +170,7 @@ def _widen(parameter: Tensor, dtype: torch.dtype, sums: Sums) -> Callable[[], No
         sums[p] = sums[p].add_(p.grad) if p in sums else p.grad.to(dtype)
         p.grad = None  # the low-precision gradient is freed at once
 
+    own_hooks.append(add_up)
     handle = parameter.register_post_accumulate_grad_hook(add_up)
     return lambda: handle.remove()
 

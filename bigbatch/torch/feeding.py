@@ -91,6 +91,7 @@ class Feeding(Passes):
         with self._replicas.telling_before_meeting():
             check_weight(tuple(w for w in terms if not isinstance(w, Tensor)), of="this micro-batch")
             self._replicas.check(self._gradients)
+            self._gradients.refuse_multi_grad_hooks()
             if self._open is not None:
                 self._open.tally.check(terms)
                 self._open.check_unchanged(self._turns.seen())

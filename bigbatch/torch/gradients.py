@@ -12,6 +12,7 @@ from ..core.errors import GradientError
 from . import hooks
 from .arithmetic import Sums, plain
 from .collection import HAS_GRAD_DTYPE, Collection, clear, set_grad_dtype
+from .shards import is_sharded
 
 _promoted = functools.cache(torch.promote_types)
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -92,10 +93,12 @@ class Gradients:
     def refuse_left_by_loss(self, parameters: Sequence[Tensor]) -> None:
         """The same between a loss and its backward pass."""
         if nonzero := not_zero(parameters):
+            remedy = "leave backward() out of the loss, use torch.autograd.grad, or call zero_grad() after it"
+            if is_sharded(nonzero[0]):
+                remedy = "with fully_shard a loss that runs a backward pass of its own works with micro_batch() only"
             raise GradientError(
                 f"{len(nonzero)} of {len(parameters)} gradients ({self.name(nonzero[0])} first) were changed by the "
-                "loss in the middle of a window, or by another thread, so they are not those of the batch: leave "
-                "backward() out of the loss, use torch.autograd.grad, or call zero_grad() after it"
+                f"loss in the middle of a window, or by another thread, so they are not those of the batch: {remedy}"
             )
 
     @contextmanager
@@ -121,6 +124,10 @@ class Gradients:
             clear(self.parameters)
             for undo in restore:
                 undo()
+
+    def refuse_multi_grad_hooks(self) -> None:
+        for p in self.parameters if hooks.dicts_of(self.parameters) else ():
+            hooks.refuse_multi_grad(p, self.name(p))
 
     def num_hooks(self) -> int:
         return sum(map(len, hooks.dicts_of(self.parameters)))

@@ -40,20 +40,40 @@ class Waiting:
         return None if self._passes() is not None else self.hook(*args)
 
 
-class SetAside:
-    """The hooks of these parameters do nothing until `put_back` is called."""
+def running(parameters: Sequence[Tensor]) -> list[Any]:
+    """The hooks of these parameters that the next backward pass would run."""
+    return [hook for hooks in dicts_of(parameters) for hook in hooks.values() if not isinstance(hook, Waiting)]
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+
+class SetAside:
+    """The hooks of these parameters, but those of ours, do nothing until `put_back` is called."""
+
+    def __init__(self, parameters: Sequence[Tensor], but: Sequence[Any] = ()) -> None:
         self._dicts = dicts_of(parameters)
         for hooks in self._dicts:
             for key, hook in list(hooks.items()):
-                hooks[key] = Waiting(hook, self)
+                if hook not in but:
+                    hooks[key] = Waiting(hook, self)
 
     def put_back(self) -> None:
         for hooks in self._dicts:
             for key, hook in list(hooks.items()):
                 if isinstance(hook, Waiting):
                     hooks[key] = hook.hook
+
+
+def refuse_multi_grad(parameter: Tensor, name: str) -> None:
+    """Refuses hooks of `register_multi_grad_hook`, which run in a backward pass that reaches all their parameters.
+
+    The gradient of a batch that was cut does not come of one such pass. These hooks have the name and the module of
+    the user's function, so they are known by the globals of the module that made them (torch 2.4 to 2.13).
+    """
+    names = [getattr(hook, "__globals__", {}).get("__name__") for hook in running([parameter])]
+    if num := names.count("torch.autograd.graph"):
+        raise GradientError(
+            f"{name} has {num} hook{'s' * (num != 1)} of register_multi_grad_hook, which cannot run on the gradient of "
+            "a batch that was cut: register a hook on each parameter, with p.register_post_accumulate_grad_hook"
+        )
 
 
 def run(parameter: Tensor, name: str) -> bool:

@@ -6,6 +6,7 @@ import functools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,14 @@ def map_tensors(change: Callable[[Tensor], Any], nest: Any) -> Any:
     if isinstance(nest, Tensor):
         return change(nest)
     if isinstance(nest, tuple):
-        row = [map_tensors(change, item) for item in nest]
-        return type(nest)(*row) if hasattr(nest, "_fields") else tuple(row)
+        return _tuple_like(nest, [map_tensors(change, item) for item in nest])
     if isinstance(nest, list):
-        return [map_tensors(change, item) for item in nest]
+        row = [map_tensors(change, item) for item in nest]
+        if type(nest) is list:
+            return row
+        changed = _copied(nest)  # keeps the class and its methods
+        changed[:] = row
+        return changed
     if isinstance(nest, Mapping):
         mapped = {key: map_tensors(change, item) for key, item in nest.items()}
         if not isinstance(nest, dict | UserDict):
@@ -43,6 +48,18 @@ def map_tensors(change: Callable[[Tensor], Any], nest: Any) -> Any:
             object.__setattr__(changed, field.name, map_tensors(change, getattr(nest, field.name)))
         return changed
     return nest
+
+
+def _tuple_like(nest: tuple[Any, ...], row: list[Any]) -> Any:
+    """A tuple of the same class with other items, without a call of its __new__, which may want other arguments."""
+    if type(nest) is tuple:
+        return tuple(row)
+    if type(nest).__new__ is not tuple.__new__ and not isinstance(type(nest).__new__, FunctionType):
+        return type(nest)(row)  # written in C, like torch.return_types.max
+    changed = tuple.__new__(type(nest), row)
+    if own := getattr(nest, "__dict__", None):
+        changed.__dict__.update(own)
+    return changed
 
 
 def _copied(nest: Any) -> Any:
@@ -124,7 +141,8 @@ def batch_size(batch: Any, name: str = "batch") -> int:
         if other != size:
             raise BatchError(
                 f"{first} has {size} samples but {leaf} has {other}: all tensors of a batch share their leading "
-                "axis; what belongs to no sample goes into the loss by other ways"
+                "axis; what belongs to no sample goes into the loss by other ways, and lists with an item for each "
+                "sample (the boxes of each image) go to step() as a Window of micro-batches, with weight=…"
             )
     raise BatchError(f"{first} has 0 samples: leave empty batches out of the stream")
 
@@ -216,7 +234,8 @@ def _pieces(tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:
         return [piece.detach() for piece in pieces]  # a loss may write parameters into them, but not into views
     if tensor.layout is torch.sparse_coo:
         return [_piece(tensor, slice(stop - size, stop)) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+    is_dense = tensor.layout is torch.strided
+    layout = "is nested" if is_dense else f"has the layout {tensor.layout}"
     raise BatchError(
-        f"a tensor of the batch has the layout {tensor.layout}, which cannot be cut: "
-        "pass it dense, or feed its micro-batches as a Window"
+        f"a tensor of the batch {layout}, which cannot be cut: pass it dense, or feed its micro-batches as a Window"
     )

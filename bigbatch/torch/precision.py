@@ -38,6 +38,8 @@ class Precision:
     ) -> None:
         if precision is not None and precision not in DTYPES:
             raise OptionError(f'precision={precision!r} is unknown: pass None, "bf16" or "fp16"')
+        if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
+            raise OptionError(f"scaler is {scaler!r}: pass a torch.amp.GradScaler, or None")
         self.device = parameters[0].device.type
         self.dtype = None if precision is None else DTYPES[precision]
         self._full_precision = nullcontext()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ..core.errors import BatchError, BigBatchWarning
 from ..core.window import cuts
@@ -66,7 +67,11 @@ def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _noting(calls: list[Call], name: str, layer: Any) -> Callable[..., None]:
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor | PackedSequence)), None)
+        if isinstance(x, PackedSequence):  # its axis of samples is the one it was packed along, whatever batch_first is
+            num_steps, num_samples = len(x.batch_sizes), int(x.batch_sizes[0])
+            calls.append(Call(f"{name} ({type(layer).__name__}, packed)", num_steps, num_samples))
+            return
         if x is None or x.is_nested or torch.compiler.is_compiling():
             return
         if x.ndim == 2 and isinstance(layer, RECURRENT_OR_ATTENTION):

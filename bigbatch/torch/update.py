@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import LossError
+from ..core.errors import GradientError, LossError
 from ..core.options import Fixed, Option, check_clip
 from ..core.step import Step
 from ..core.weight import Reduction, Terms, from_terms
@@ -160,8 +160,14 @@ class Update:
 
         If any rank has hooks, all take part: the norm may take all of them.
         """
-        if any(num_hooks) and (self.scaler is None or math.isfinite(arithmetic.norm(sums))):
-            has_changed = self._gradients.num_hooks() > 0 and self._gradients.run_hooks(sums)
+        own = self._gradients.num_hooks()
+        if self._replicas.is_shared and own > max(num_hooks):
+            raise GradientError(
+                f"this rank had {max(num_hooks)} hooks of parameters when the step began and has {own} now, which "
+                "other ranks may not have: register hooks before step() or micro_batch(); the next step runs these"
+            )
+        if (own or any(num_hooks)) and (self.scaler is None or math.isfinite(arithmetic.norm(sums))):
+            has_changed = own > 0 and self._gradients.run_hooks(sums)
             if len(set(num_hooks)) > 1:
                 self._replicas.check_hooks(num_hooks, has_changed=has_changed)
 

@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from bigbatch import RankError
+from bigbatch import GradientError, RankError
 from bigbatch.torch import Accumulator
 from bigbatch.torch.shards import local
 from tests.torch.training import flat, make_loss, make_model, sgd
@@ -141,6 +142,31 @@ def test_hooks_that_some_ranks_have_may_read(rank: int, size: int, name: str, wr
 def test_hooks_that_some_ranks_have_may_not_change(rank: int, size: int, name: str, wrap: str, way: str) -> None:
     with pytest.raises(RankError, match=rf"on 1 of {size} ranks, and ranks have 0 to 1 of them"):
         step_with_hooks(CHANGING[name], rank, size, wrap, way)
+
+
+@pytest.mark.parametrize("way", ["batch", "window"])
+def test_hooks_that_a_forward_pass_registers(rank: int, size: int, way: str) -> None:
+    """A rank without data would not have them, and its parameters would differ."""
+    work = Work("samples", [[4] * size])
+    model = make_model(work.problem)
+    expected = make_model(work.problem)
+    next(expected.parameters()).register_hook(lambda g: g.clamp(-0.01, 0.01))
+    make_loss(work.problem)(expected, work.batches[0]).backward()
+    before = flat(model)
+    sgd(expected).step()
+
+    def register(layer: Any, *_: Any) -> None:
+        if not layer.weight._backward_hooks:
+            layer.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+
+    model[0].register_forward_pre_hook(register)
+    model, how = wrapped(model, "ddp")
+    accumulator = Accumulator(model, sgd(model), make_loss(work.problem), MICRO_BATCH_SIZE, **how)
+    with pytest.raises(GradientError, match="had 0 hooks of parameters when the step began and has 1 now"):
+        FEED[way](accumulator, work.own(rank)[0], work)
+    assert torch.equal(whole(model), before)
+    FEED[way](accumulator, work.own(rank)[0], work)
+    assert error_of(whole(model) - before, flat(expected) - before) <= 1e-12
 
 
 def test_with_a_scaler_all_ranks_look_at_the_norm(rank: int, size: int) -> None:

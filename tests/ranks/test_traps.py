@@ -548,6 +548,36 @@ def test_a_low_loss_of_a_sharded_model_is_refused(rank: int, size: int) -> None:
     assert torch.equal(whole(accumulator.model), before)
 
 
+def attacked(model: Any, batch: Batch) -> Tensor:
+    """The gradient that says where to push the input goes through the model, too."""
+    x = batch["x"].detach().requires_grad_(True)
+    (direction,) = torch.autograd.grad(F.cross_entropy(model(x), batch["y"], reduction="sum"), x)
+    return F.cross_entropy(model((x + 0.1 * direction.sign()).detach()), batch["y"])
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp, window"])
+def test_a_loss_that_runs_a_backward_pass_of_its_own(rank: int, size: int, wrap: str) -> None:
+    """With fully_shard it would reduce in the last pass, so step() refuses it; one micro-batch at a time is right."""
+    work = Work("samples", [[8] * size])
+    whole_model = make_model(work.problem)
+    accumulator, before = make(work, wrap, loss=attacked, accumulation_steps=2)
+    attacked(whole_model, work.batches[0]).backward()
+    sgd(whole_model).step()
+    batch = work.own(rank)[0]
+    assert batch is not None
+    if wrap == "fsdp, window":
+        with pytest.raises(GradientError, match=r"changed by the loss.*with fully_shard .* micro_batch\(\) only"):
+            accumulator.step(batch)
+        assert torch.equal(whole(accumulator.model), before)
+        for part in (slice(0, 4), slice(4, 8)):
+            micro_batch = {name: tensor[part] for name, tensor in batch.items()}
+            with accumulator.micro_batch(weight=4) as micro:
+                micro.backward(attacked(accumulator.model, micro_batch))
+    else:
+        accumulator.step(batch)
+    assert error_of(whole(accumulator.model) - before, flat(whole_model) - before) <= 1e-12
+
+
 def test_verify_looks_at_the_batch_of_this_rank(rank: int, size: int) -> None:
     work = uneven(size)
     accumulator, before = make(work, "ddp")

@@ -80,6 +80,10 @@ def partly_on_meta() -> Accumulator:
     return Accumulator(model, sgd(model), loss, 4)
 
 
+def made(**options: Any) -> Accumulator:
+    return Accumulator(model := make_model(), sgd(model), loss, 4, **options)
+
+
 def without_parameters() -> Accumulator:
     model = make_model()
     optimizer = sgd(model)
@@ -95,6 +99,15 @@ def without_parameters() -> Accumulator:
         (without_parameters, "the optimizer holds 0 parameters but none of the model's 4"),
         (lambda: Accumulator(nn.Tanh(), sgd(make_model()), loss, 4), "holds 4 parameters but none of the model's 0"),
         (lambda: Accumulator(loss, sgd(make_model()), loss, 4), "model is a function: pass a torch.nn.Module"),
+        (
+            lambda: made(scheduler=torch.optim.lr_scheduler.StepLR),
+            "scheduler is the class StepLR: pass one learning rate",
+        ),
+        (lambda: made(scaler=True), "scaler is True: pass a torch.amp.GradScaler, or None"),
+        (
+            lambda: made(accumulate_dtype="float64"),
+            "accumulate_dtype is 'float64': pass torch.float32 or torch.float64",
+        ),
         (lambda: Accumulator(make_model(), None, loss, 4), "optimizer is a NoneType: pass a torch.optim.Optimizer"),
     ],
 )

@@ -310,3 +310,48 @@ def test_optimizers_that_torch_runs_in_every_backward_pass_are_refused() -> None
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.5})
     with pytest.raises(OptionError, match=r"2 of 2 parameters .weight first. are stepped in every backward pass"):
         Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.5), loss, 3)
+
+
+@each_way
+def test_a_hook_that_a_forward_pass_registers(way: str) -> None:
+    full, ours = Run(ragged(), epochs=2), Run(ragged(), epochs=2)
+    for run in (full, ours):
+
+        def register(layer: Any, *_: Any) -> None:
+            if not layer.weight._backward_hooks:
+                layer.weight.register_hook(lambda g: g.clamp(-0.003, 0.003))
+                layer.bias.register_post_accumulate_grad_hook(zero_what_is_there)
+
+        run.model[0].register_forward_pre_hook(register)
+    assert_same_update(ours.accumulated(way), full.full(), 1e-12)
+    assert not any(type(hook).__name__ == "Waiting" for hook in ours.model[0].weight._backward_hooks.values())
+
+
+def test_a_hook_that_a_forward_pass_registers_with_parameters_in_bfloat16() -> None:
+    """Where gradients of such parameters are added up by hooks of ours (before torch 2.10), these stay."""
+    expected = make(dtype=torch.bfloat16)
+    model, accumulator, batch = make(dtype=torch.bfloat16)
+    expected[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+
+    def register(layer: Any, *_: Any) -> None:
+        if not layer.weight._backward_hooks:
+            layer.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+
+    model.register_forward_pre_hook(register)
+    accumulator.step(batch)
+    expected[1].step(batch)
+    assert torch.equal(model.weight, expected[0].weight)
+    assert torch.equal(model.bias, expected[0].bias)
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_hooks_on_several_gradients_at_once_are_refused(mode: Any) -> None:
+    model, accumulator, batch = make()
+    handle = torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), lambda _: None, mode=mode)
+    with pytest.raises(GradientError, match=r"weight has 1 hook of register_multi_grad_hook.*register_post_accumulate"):
+        accumulator.step(batch)
+    accumulator.accumulation_steps = 2
+    with pytest.raises(GradientError, match="register_multi_grad_hook"), accumulator.micro_batch(weight=3) as micro:
+        micro.backward(loss(model, batch))
+    handle.remove()
+    assert accumulator.step(batch).is_applied

@@ -386,6 +386,50 @@ def test_what_was_worked_out_from_the_whole_batch_is_worked_out_anew():
     assert vars(batch)["num_tokens"] == 4
 
 
+class PairOfOwn(tuple):
+    """A __new__ that wants other arguments, and what it keeps beside its items."""
+
+    def __new__(cls, x, y):
+        made = super().__new__(cls, (x, y))
+        made.name = "pair"
+        return made
+
+    @property
+    def x(self):
+        return self[0]
+
+
+class NamedOfOwn(NamedTuple("Base", [("x", Any), ("y", Any)])):
+    def __new__(cls, x):
+        return super().__new__(cls, x, 2 * x)
+
+
+class ListOfOwn(list):
+    @property
+    def x(self):
+        return self[0]
+
+
+def test_lists_with_an_item_for_each_sample_are_sent_to_a_window():
+    """As detectors have them: each image has boxes of its own."""
+    batch = {"images": torch.ones(3, 1, 4, 4), "targets": [{"boxes": torch.ones(num, 4)} for num in (1, 5, 2)]}
+    with pytest.raises(
+        BatchError, match=r"3 samples but batch\['targets'\]\[0\]\['boxes'\] has 1.*Window of micro-batch"
+    ):
+        cut(batch, 2)
+
+
+def test_classes_of_tuples_and_lists_are_kept():
+    for batch in (PairOfOwn(X, 2 * X), NamedOfOwn(X), ListOfOwn([X, 2 * X])):
+        for number, part in enumerate(cut(batch, 3)[0]):
+            assert type(part) is type(batch)
+            assert torch.equal(part.x, X[3 * number : 3 * number + 3])
+            assert torch.equal(part[1], 2 * part.x)
+        assert len(batch[0]) == len(X)
+    assert cut(PairOfOwn(X, X), 3)[0][0].name == "pair"
+    assert torch.equal(cut(torch.sort(X, 1), 3)[0][0].values, torch.sort(X[:3], 1).values)
+
+
 class Attributes(dict):
     def __init__(self, **items):
         super().__init__(**items)

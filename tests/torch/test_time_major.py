@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from bigbatch import BatchError, BigBatchWarning, Window
 from bigbatch.torch import Accumulator
@@ -155,6 +156,38 @@ def test_windows_that_count_time() -> None:
     Accumulator(model, sgd(model), loss, weight=lambda batch: batch[0].size(1)).step(window)
     Accumulator(model, sgd(model), loss).step(Window([data(T, N)] * 2))  # equal whatever is counted
     Accumulator(model, sgd(model), transposed).step(window)
+
+
+def packed(model: Any, batch: Any) -> Tensor:
+    x, y, mask = batch
+    lengths = mask.sum(0).clamp(min=1).to(torch.int64)
+    mixed = model["mix"](pack_padded_sequence(x, lengths, enforce_sorted=False))[0]
+    error = (model["head"](pad_packed_sequence(mixed, total_length=len(x))[0]) - y).square().squeeze(-1)
+    return (error * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, N - 1])
+@pytest.mark.parametrize("is_batch_first", [False, True])
+def test_packed_sequences(is_batch_first: bool, micro_batch_size: int) -> None:
+    """Packing hides which axis was first: refused if it was time, and exact if the samples were."""
+    model = make(nn.LSTM(F, F, batch_first=is_batch_first))
+    lengths = torch.tensor([T, 2, 1, 5, T, 3])
+    mask = (torch.arange(T)[:, None] < lengths).double()
+    batch = (*data(T, N), mask)
+    with pytest.raises(BatchError, match=rf"reaches mix \(LSTM, packed\) as {micro_batch_size} time steps"):
+        Accumulator(model, sgd(model), packed, micro_batch_size, weight=lambda batch: batch[2].sum()).step(batch)
+    full = copy.deepcopy(model)
+    packed(full, batch).backward()
+    sgd(full).step()
+    turned = tuple(part.transpose(0, 1) for part in batch)
+    Accumulator(
+        model,
+        sgd(model),
+        lambda model, batch: packed(model, tuple(part.transpose(0, 1) for part in batch)),
+        micro_batch_size,
+        weight=lambda batch: batch[2].sum(),
+    ).step(turned)
+    assert (flat(model) - flat(full)).norm() <= 1e-12
 
 
 def test_for_verify() -> None:
