@@ -34,6 +34,7 @@ from .weight import Reduction
 Gradient = Mapping[str, Array]  # by the parameter's name; a parameter without a gradient is not in it
 Loop = Callable[[Any, list[Any]], Any]
 Rows = Sequence[int]
+Halves = tuple[list[int], list[int]]  # two groups of micro-batches
 
 
 class Trial(Protocol):
@@ -118,6 +119,11 @@ UNCLEAR = (
     "that cannot be told in this precision"
 )
 NO_MEAN = "the loss of the whole batch is not the mean of those of its micro-batches, weighted as `weight` says"
+BACKWARD = (
+    "the losses of the micro-batches add up to that of the whole batch, but their gradients do not: something in the "
+    "backward pass sees the micro-batch instead of the batch (a hook on an activation that clamps, a backward function "
+    "of your own that normalises, an embedding with scale_grad_by_freq)"
+)
 MEANS = (
     "the loss behaves like one that adds up several means over different counts (over the tokens and over the samples, "
     "say): return a tuple of terms, and let `weight` return one count for each"
@@ -323,24 +329,15 @@ class Experiments:
             return None
         if len(finite) < 2:
             return None
-        finite.sort(key=lambda k: micro[k][-1])  # groups as different as can be show most
-        middle = -(-len(finite) // 2)
-        halves = finite[:middle], finite[middle:]
-        try:
-            kind, ratio = self.nature(halves, term)
-        except Exception:  # a loss may refuse more samples than the batch has
-            halves = finite[:1], finite[-1:]
-            try:
-                kind, ratio = self.nature(halves, term)
-            except Exception as error:
-                return f"{NO_MEAN}; why could not be found out, because the loss refuses other batches ({error})"
+        mix = unmix(products_of([*(micro[k] for k in finite), whole]), self.noise)
+        kind, ratio, halves, refusal = self._law(finite, micro, mix, term)
+        if refusal is not None:
+            return f"{NO_MEAN}; why could not be found out, because the loss refuses other batches ({refusal})"
         if kind == "mean":
             if trial.reduction == "sum":
                 return MEAN_ADDED_UP
-            in_order = sorted(finite)
-            mix = unmix(products_of([*(micro[k] for k in in_order), whole]), self.noise)
             if mix.is_known and np.all(mix.coefficients >= -mix.close):
-                return disagrees(np.abs(mix.coefficients), right[in_order])
+                return disagrees(np.abs(mix.coefficients), right[finite])
             names = [", ".join(str(k + 1) for k in sorted(half)) for half in halves]
             ours = np.array([right[half].sum() for half in halves])
             return disagrees(np.array([1, ratio]), ours, f"its micro-batches {names[0]} against {names[1]} with")
@@ -352,9 +349,34 @@ class Experiments:
             return None
         if elsewhere := trial.cut_elsewhere(self._is_mean):
             return elsewhere
+        values = np.array([micro[k][-1] for k in finite])
+        if is_same(right[finite] @ values, whole[-1], self.close) and not is_same(values, values.mean(), 1e-3):
+            return BACKWARD
         return COUPLED if kind == "coupled" else UNCLEAR
 
-    def nature(self, halves: tuple[list[int], list[int]], term: int | None) -> tuple[str, float]:
+    def _law(
+        self, finite: list[int], micro: list[Array], mix: Mix, term: int | None
+    ) -> tuple[str, float, Halves, Exception | None]:
+        """What the loss is, from the first grouping of micro-batches that shows it; or why it cannot be tried."""
+        by_loss = sorted(finite, key=lambda k: micro[k][-1])  # groups as different as can be show most
+        middle = -(-len(by_loss) // 2)
+        groupings = (by_loss[:middle], by_loss[middle:]), (by_loss[::2], by_loss[1::2]), (by_loss[:1], by_loss[-1:])
+        seen: tuple[str, float] | None = None
+        refusal: Exception | None = None
+        for halves in groupings:
+            try:
+                kind, ratio = self.nature(halves, term)
+            except Exception as error:  # a loss may refuse more samples than the batch has
+                refusal = error
+                continue
+            if kind == "mean" and mix.is_unique and not mix.is_of_a_mean:  # these groups are alike, others are not
+                kind = "coupled"
+            if kind not in ("coupled", "unclear"):
+                return kind, ratio, halves, None
+            seen = seen or (kind, ratio)
+        return (*seen, groupings[0], None) if seen else ("coupled", np.nan, groupings[0], refusal)
+
+    def nature(self, halves: Halves, term: int | None) -> tuple[str, float]:
         """What the loss is, from copies of two groups of micro-batches."""
         a, b = (list(chain.from_iterable(self.trial.parts[k] for k in half)) for half in halves)
         return nature(lambda p, q: self.of(a * p + b * q, term), self.noise)
@@ -385,6 +407,11 @@ class Experiments:
 
     def _loop(self, loop: Loop, full: Gradient, found: Gradient, has_layers: bool) -> str | None:
         trial = self.trial
+        if missing := [name for name in full if name not in found]:
+            return (
+                f"{len(missing)} of {len(full)} parameters have no gradient when the loop ends ({missing[0]} first): "
+                "the loop zeroes them, or does not reach them"
+            )
         scales = trial.right_scales()
         micro, norms = zip(*(self.with_norm(trial.of(part)[0]) for part in trial.parts), strict=True)
         whole, theirs = self.sketch(full), self.sketch(found)

@@ -40,6 +40,11 @@ class Mix:
         return self.is_unique and self.residual < self.allowed_residual
 
     @property
+    def is_of_a_mean(self) -> bool:
+        """Whether the gradient of the whole batch can be a weighted mean of these."""
+        return self.is_known and bool(np.isclose(self.coefficients.sum(), 1.0, rtol=self.close))
+
+    @property
     def allowed_residual(self) -> float:
         """What rounding alone may leave over."""
         parts = np.abs(self.coefficients) * np.sqrt(np.diag(self.gram))
@@ -114,7 +119,8 @@ def explain_loop(mix: Mix, right: Array) -> str | None:
     if mix.residual >= mix.allowed_residual:
         return (
             "the gradient has something in it that is in none of the micro-batches: the loop adds what the loss does "
-            "not have (a penalty, noise, gradients of an earlier window), or computes another loss"
+            "not have (a penalty, noise, gradients of an earlier window), changes gradients element by element "
+            "(clip_grad_value_), or computes another loss"
         )
     if not mix.is_unique:
         return "the micro-batches' gradients are too alike to tell how each was weighted"
@@ -178,6 +184,8 @@ def _proportional(scale: float, right: Array, close: float) -> str:
         return f"{times} times too large: gradients of an earlier window were not zeroed, or the loss was multiplied"
     if np.isclose(scale * nominal, 1.0, rtol=close):
         return "short window under-scaled: divided by the size of a full window although this one is smaller"
+    if scale < 0:
+        return f"the sign is turned: the whole gradient is {scale:.4g} times what it should be"
     if scale < 1:
         return f"the whole gradient is {scale:.4g} times what it should be (under-scaled or clipped)"
     return f"the whole gradient is {scale:.4g} times what it should be"
@@ -221,4 +229,5 @@ def percent(coefficients: Sequence[float] | Array) -> str:
 
 
 def numbers(coefficients: Array) -> str:
-    return "(" + ", ".join(f"{c:.3g}" for c in coefficients) + ")"
+    none = 1e-9 * np.abs(coefficients).max()
+    return "(" + ", ".join(f"{0.0 if abs(c) < none else c:.3g}" for c in coefficients) + ")"

@@ -369,7 +369,8 @@ def copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         raise OptionError(f"the model cannot be copied, which verify() needs: {error}") from error
     for tensor in [*twin.parameters(), *twin.buffers()]:
         tensor.data = cast_to(tensor.data, dtype)
-    for own, parameter in zip(twin.parameters(), model.parameters(), strict=True):
+    for own, (name, parameter) in zip(twin.parameters(), model.named_parameters(), strict=True):
+        hooks.refuse_multi_grad(parameter, name)
         carry_hooks(parameter, own)
     return twin
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import GradientError, Interrupted, OptionError
-from bigbatch.torch import Accumulator
+from bigbatch.torch import Accumulator, verify
 from tests.problems import Problem, problems
 
 from .test_interruption import is_pressed_at
@@ -353,5 +353,7 @@ def test_hooks_on_several_gradients_at_once_are_refused(mode: Any) -> None:
     accumulator.accumulation_steps = 2
     with pytest.raises(GradientError, match="register_multi_grad_hook"), accumulator.micro_batch(weight=3) as micro:
         micro.backward(loss(model, batch))
+    with pytest.raises(GradientError, match="register_multi_grad_hook"):
+        verify(model, batch, loss, 4)
     handle.remove()
     assert accumulator.step(batch).is_applied

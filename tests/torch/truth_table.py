@@ -20,6 +20,7 @@ WORDS = {
     "adds up": "the loss adds up over samples",
     "mean added up": 'reduction="sum" adds it up',
     "couples": "the loss couples the samples",
+    "backward": "but their gradients do not: something in the backward pass",
     "means": "adds up several means over different counts",
     "sum and mean": "adds a sum over samples and a mean",
     "penalty": "something that does not depend on them",
@@ -39,6 +40,8 @@ WORDS = {
     "one": "one micro-batch holds the whole batch",
     "float32": "compared in float32, because",
     "hooks": "hooks of parameters act on",
+    "missing": "parameters have no gradient when the loop ends",
+    "sign": "the sign is turned",
     "divided": "divided by the number of micro-batches",
     "undivided": "not divided: ",
     "short": "short window under-scaled",
@@ -397,6 +400,45 @@ case(EXACT, "rounding", name="float32 inside", model=lambda w: mlp(w, Narrow(w, 
 case("weight", name="float32 inside, wrong weight", weight=lambda b: 1, model=lambda w: mlp(w, Narrow(w, w)))(ce)
 
 
+class ByItsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm()
+
+
+class Normalised(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return ByItsNorm.apply(x)
+
+
+class Clamped(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight * 1.0
+        if weight.requires_grad:
+            weight.register_hook(lambda g: g.clamp(-0.005, 0.005))
+        return F.linear(x, weight, self.bias)
+
+
+case("backward", name="a backward function that normalises", model=lambda w: mlp(w, Normalised()))(ce)
+case("backward", name="a hook in forward that clamps", model=lambda w: mlp(w, Clamped(w, w)))(ce)
+
+
+def half_masked() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    keep = torch.tensor([0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0]).bool()  # the last micro-batches keep nothing
+    return {"x": torch.randn(11, 6, generator=draw), "keep": keep}
+
+
+@case("means", batch=half_masked, micro_batch_size=3, vague=("unclear",))
+def two_means_of_few_samples(model, batch):
+    out, keep = model(batch["x"]), batch["keep"]
+    return out.square().mean() + out[keep].abs().sum() / keep.sum().clamp(min=1)
+
+
 def with_hooks(width: int) -> nn.Module:
     model = mlp(width)
     model[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
@@ -443,7 +485,7 @@ class Words(nn.Module):
         return self.head(self.embed((x[:, 0] > 0).long()))
 
 
-case("couples", name="by frequency", model=lambda w: Words(w, scale_grad_by_freq=True), vague=("unclear",))(ce)
+case("backward", name="by frequency", model=lambda w: Words(w, scale_grad_by_freq=True))(ce)
 case(EXACT, name="sparse", model=lambda w: Words(w, sparse=True))(ce)
 case("weight", name="sparse, wrong weight", weight=lambda b: 1, model=lambda w: Words(w, sparse=True))(ce)
 
@@ -696,6 +738,22 @@ def with_noise(model, micro_batches):
     right(model, micro_batches)
     for p in model.parameters():
         p.grad.add_(torch.randn_like(p), alpha=0.1)
+
+
+@loop("stale")
+def clipped_by_value(model, micro_batches):
+    right(model, micro_batches)
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+@loop("missing")
+def some_gradients_dropped(model, micro_batches):
+    right(model, micro_batches)
+    for p in model[0].parameters():
+        p.grad = None
+
+
+loop("sign", "whole", name="sign turned")(each(lambda k, num, size, total: -size / total))
 
 
 @loop("stale")
