@@ -178,7 +178,7 @@ def audit_loop(trial: Trial, loop: Loop, tolerance: float | None = None) -> Veri
             "gradients are not zeroed: a second window adds to the first, which is right only if "
             "something else zeroes them after each step"
         )
-    causes += [ONE_MICRO_BATCH] if len(trial.parts) < 2 else []
+    causes += trial.blind_spots() + ([ONE_MICRO_BATCH] if len(trial.parts) < 2 else [])
     return judged(trial, full, found, tolerance, causes, epsilon)
 
 
