@@ -397,6 +397,26 @@ class WritesIntoItsInput(Wrapped):
         return self.inner(x)
 
 
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    class InPython(Wrapped):
+        """TensorFlow does not know the shape of its gradient."""
+
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner)
+            self.kernel = self.add_weight(shape=(6, 6))
+
+        def call(self, x, training=False):
+            found = tf.py_function(lambda x, kernel: x @ kernel, [x, self.kernel.value], x.dtype)
+            return self.inner(tf.ensure_shape(found, (None, 6)))
+
+    @pytest.mark.usefixtures("float64")
+    def test_a_model_that_runs_python() -> None:
+        ours, plain = (fit(lambda: InPython(mlp()), (X, TARGET), size, loss="mse") for size in (MICRO, None))
+        assert is_exact(ours, plain)
+
+
 if BACKEND == "torch":
 
     @pytest.mark.usefixtures("float64")
