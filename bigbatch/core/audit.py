@@ -319,10 +319,11 @@ class Experiments:
         micro = [self.of(part, term) for part in trial.parts]
         finite = [k for k, g in enumerate(micro) if np.isfinite(g).all()]
         if missing := [k for k in range(len(micro)) if k not in finite and right[k]]:
+            what = "gradient" if np.isfinite([micro[k][-1] for k in missing]).all() else "loss"
             return (
-                f"the loss of micro-batch {', '.join(str(k + 1) for k in missing)} alone is not finite, that of "
-                "the whole batch is: a mean over nothing is 0/0 (a micro-batch without a label); let `weight` return 0 "
-                "for it"
+                f"the {what} of micro-batch {', '.join(str(k + 1) for k in missing)} alone is not finite, that of "
+                "the whole batch is: a mean over nothing is 0/0 (for a micro-batch without a label let `weight` return "
+                "0), and so is the gradient of a standard deviation of one sample"
             )
         whole = self.of(self.all_rows, term)
         if is_same(np.sum([right[k] * micro[k] for k in finite], axis=0)[:-1], whole[:-1], self.close):

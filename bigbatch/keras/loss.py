@@ -15,7 +15,6 @@ as it is. The n_k / N add up to one, so what does not depend on the batch (a reg
 What does its own reduction (a function, a `compute_loss`, `add_loss`) does not say how it counts; trial.py finds out.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from keras import ops, tree
 from keras.src.backend import get_keras_mask, in_stateless_scope, set_keras_mask
 from keras.src.losses.loss import apply_mask, unscale_loss_for_distribution
 
-from ..core.errors import BatchError, BigBatchWarning, LossError
+from ..core.errors import BatchError, LossError
 
 Batch = tuple[Any, Any, Any]
 """x, y and sample_weight."""
@@ -116,7 +115,9 @@ def tensors_of(outputs: Any) -> list[Any]:
 
 
 def map_tensors(function: Callable[[Any], Any], outputs: Any) -> Any:
-    return tree.map_structure(lambda leaf: None if leaf is None else function(leaf), outputs)
+    """In the order of `tensors_of`: on torch, Keras 3.15 flattens a dict by its sorted keys, and maps it unsorted."""
+    leaves = [None if leaf is None else function(leaf) for leaf in tree.flatten(outputs)]
+    return tree.pack_sequence_as(outputs, leaves)
 
 
 def look(model: Any, batch: Batch, y_pred: Any) -> Form:
@@ -179,7 +180,7 @@ def kind(part: Part) -> Kind:
     values, mask = evaluate(part)
     is_sum = loss.reduction in ("sum", "none", None)
     if is_one := not len(values.shape):
-        check_one(part, is_sum)
+        check_one(part)
     if isinstance(loss, keras.losses.Circle):
         raise LossError(f"the loss {loss.name} compares the samples of a batch with each other, so it cannot be cut")
     if is_sum:
@@ -193,23 +194,26 @@ def is_opaque(loss: Any) -> bool:
     return not isinstance(loss, keras.Loss) or type(loss).__call__ is not keras.Loss.__call__
 
 
-def check_one(part: Part, is_sum: bool) -> None:
-    """Says what it means that a loss returns one number for all samples."""
+def check_one(part: Part) -> None:
+    """Refuses a loss that returns one number for all samples, where that cannot be a mean that is to be cut."""
     says = f"the loss {part.loss.name} returns one number for all samples"
     remedy = "return one number for each sample"
     if isinstance(part.loss, keras.losses.Dice | keras.losses.Tversky):
         raise LossError(f"{says}, which is no mean, so it cannot be cut: pass an axis that leaves out the batch")
-    if all(len(tensor.shape) == 1 for tensor in tensors_of(part.y_pred)):
+    if has_one_axis(part):
         says = f"the model's output has one axis only, over which the loss {part.loss.name} takes the mean"
         remedy = "give the model an output of shape (samples, 1)"
-    elif not is_sum and part.sample_weight is None:
-        warnings.warn(
-            f"{says}, which is taken to be their mean: {remedy}, and Keras takes the mean",
-            BigBatchWarning,
-            stacklevel=2,
-        )
     if part.sample_weight is not None:
         raise LossError(f"{says}, so sample_weight cannot weight them: {remedy}")
+
+
+def is_one_number(part: Part) -> bool:
+    """Whether a loss returns one number for all samples, although the output has more than one axis."""
+    return not is_opaque(part.loss) and not has_one_axis(part) and not len(evaluate(part)[0].shape)
+
+
+def has_one_axis(part: Part) -> bool:
+    return all(len(tensor.shape) == 1 for tensor in tensors_of(part.y_pred))
 
 
 def evaluate(part: Part) -> tuple[Any, Any]:

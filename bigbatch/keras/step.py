@@ -1,6 +1,5 @@
 """What the steps of all backends share."""
 
-import functools
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -111,8 +110,7 @@ class FitStep:
         if not checks.is_even(batch):
             return Found()  # the step says what is wrong with it
         model = self.model
-        run = functools.partial(self.call, training=False)
-        trial = Trial(model, batch, self.micro_batch_size, run, cut, alone)
+        trial = Trial(model, batch, self.micro_batch_size, self.call, cut, alone)
         if values is None:
             values = [(v, v.value) for v in model.trainable_variables]  # or regularizers would find none (Keras 3.15)
         with keras.StatelessScope(values, collect_losses=True):

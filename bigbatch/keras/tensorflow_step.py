@@ -92,7 +92,11 @@ class TensorFlowStep(FitStep):
             for i, gradient in enumerate(gradients):
                 has_gradient[i] |= gradient is not None
             has_added |= extra is not None
-            sums = [s if g is None else s + tf.cast(g, s.dtype) for s, g in zip(sums, gradients, strict=True)]
+            # tf.py_function forgets the shape
+            sums = [
+                s if g is None else tf.ensure_shape(s + tf.cast(g, s.dtype), s.shape)
+                for s, g in zip(sums, gradients, strict=True)
+            ]
             return (sums, value + micro, added if extra is None else added + extra), form.leaves(y_pred)
 
         zero = tf.zeros((), total.dtype)

@@ -88,7 +88,7 @@ class TorchStep(FitStep):
         found = []
         with torch.no_grad():
             for rows in where:
-                micro_batch = cut(batch, rows)
+                micro_batch = tree.map_structure(copied, cut(batch, rows))  # a model may write into its input
                 parts = loss.parts(self.model, micro_batch, self.call(micro_batch[0], training=False))
                 num = rows.stop - rows.start
                 found.append(torch.stack([loss.weigh(*pair, num) for pair in zip(parts, form.kinds, strict=True)]))
@@ -109,8 +109,11 @@ class TorchStep(FitStep):
         modes = [(module, module.training) for module in self.model.modules()]
         try:
             self.model.eval()
-            with torch.no_grad():
-                return self.trial(batch, lambda batch, start, num: cut(batch, slice(start, start + num)))
+            with torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
+                return self.trial(
+                    batch,
+                    lambda batch, start, num: tree.map_structure(copied, cut(batch, slice(start, start + num))),
+                )
         finally:
             for module, training in modes:
                 module.training = training
@@ -137,10 +140,15 @@ def num_samples(x: Any) -> int:
 
 
 def cut(batch: Batch, rows: slice) -> Any:
-    """The micro-batch of these samples; what has no axes goes to every micro-batch."""
+    """The micro-batch of these samples; what has no axes goes to every micro-batch.
+
+    Detached, so that a model that writes a parameter into its input (a mask token) leaves the other rows alone.
+    """
 
     def leaf(value: Any) -> Any:
-        return value if value is None or not len(value.shape) else value[rows]
+        if value is None or not len(value.shape):
+            return value
+        return value[rows].detach() if isinstance(value, torch.Tensor) else value[rows]
 
     x, y, sample_weight = tree.map_structure(leaf, batch)
     # Keras multiplies a mask into the sample weights in place (3.15, on torch alone)

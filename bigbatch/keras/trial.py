@@ -9,7 +9,7 @@ A mean over samples has the power 1, a sum 0, and a mean that is divided by the 
 a mean by the sample weights. What fits is used. If nothing fits, a warning says by how much.
 
 The model runs with training=False, so dropout and BatchNormalization do not interfere, in a stateless scope, so
-nothing it assigns is kept.
+nothing it assigns is kept. What it adds to the loss is measured with training=True where that makes a difference.
 """
 
 import itertools
@@ -24,9 +24,10 @@ import keras
 import numpy as np
 from keras import ops, tree
 from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from ..core.errors import BatchError, BigBatchError
-from . import loss
+from . import checks, loss
 from .loss import Batch, Form, Kind, Part
 
 POWERS = (1, 0, 2)
@@ -80,7 +81,7 @@ class Forward(NamedTuple):
 class Trial:
     """Tries the loss of a model on a batch.
 
-    `run(x)` gives the outputs, `cut(batch, start, num)` takes rows. Inside `alone()` there is one
+    `run(x, training=…)` gives the outputs, `cut(batch, start, num)` takes rows. Inside `alone()` there is one
     replica.
     """
 
@@ -89,7 +90,7 @@ class Trial:
         model: Any,
         batch: Batch,
         micro_batch_size: int,
-        run: Callable[[Any], Any],
+        run: Callable[..., Any],
         cut: Callable[[Batch, int, int], Batch],
         alone: Callable[[], AbstractContextManager[Any]],
     ) -> None:
@@ -97,8 +98,8 @@ class Trial:
         self.run = run
         self.cut = cut
         self.alone = alone
-        self.batch = batch
         self.num = min(rows_of(batch[0]), max(2, min(micro_batch_size, MOST)))
+        self.batch = spread(batch, self.num)
         self.rounding = rounding(*(layer.compute_dtype for layer in model._flatten_layers()))
         """Of what layers compute."""
         self.told: list[str] = []
@@ -111,14 +112,14 @@ class Trial:
         cuts = [self.forward(start, stop) for start, stop in itertools.pairwise(ends)]
         if not self.are_outputs_right(whole, cuts):
             return Found()
-        layer_powers = self.layer_powers(whole, cuts)
+        layer_powers = self.layer_powers(whole, cuts, ends)
         if loss.has_own_loss(self.model):
             return self.own_loss(whole, cuts, layer_powers)
         return Found(self.kinds(whole, cuts_of(whole, cuts)), 1, layer_powers)
 
-    def forward(self, start: int, stop: int) -> Forward:
+    def forward(self, start: int, stop: int, *, training: bool = False) -> Forward:
         batch = self.cut(self.batch, start, stop - start)
-        return Forward(batch, self.run(batch[0]), list(self.model.losses))
+        return Forward(batch, self.run(batch[0], training=training), list(self.model.losses))
 
     # --- the parts of a loss ----------------------------------------------------------------------------------
 
@@ -172,20 +173,49 @@ class Trial:
 
             fits = [(choice, sides_of(choice), shares_by(choice, part, parts, cuts)) for choice in choices]
             kind = self.first_that_fits(fits, lambda: number(loss.value_of(part, seems)))  # noqa: B023
+            if changes_variables(lambda: loss.value_of(part, seems)):  # noqa: B023
+                self.told.append(
+                    f"the loss {part.loss.name} changes a variable of its own each time it is called, which is once "
+                    "for each micro-batch here: change it once per step, in a callback (on_train_batch_end)"
+                )
+                continue
             if kind is None:
                 self.tell(f"the loss {part.loss.name}", *fits[0][1:], whole.num)
-            elif kind != loss.kind(part):
+                continue
+            if kind != loss.kind(part):
                 found[i] = kind
+            if kind.power == 1 and loss.is_one_number(part):
+                self.told.append(
+                    f"the loss {part.loss.name} returns one number for all samples, which is taken to be their mean: "
+                    "return one number for each sample, and Keras takes the mean"
+                )
         return found
 
-    def layer_powers(self, whole: Forward, cuts: list[Forward]) -> tuple[int, ...]:
+    def is_training_other(self, losses: list[Any]) -> bool:
+        """Whether training=True makes model.losses others, and not by chance.
+
+        Not asked with BatchNormalization, of which the step warns, and which would couple the samples here too.
+        """
+        if checks.batch_norms(self.model):
+            return False
+        trained = self.forward(0, self.num, training=True).losses
+        return not same(losses, trained) and same(trained, self.forward(0, self.num, training=True).losses)
+
+    def layer_powers(self, whole: Forward, cuts: list[Forward], ends: list[int]) -> tuple[int, ...]:
         """Of each of model.losses."""
+        if training := self.is_training_other(whole.losses):
+            whole = self.forward(0, self.num, training=True)
+            cuts = [self.forward(*pair, training=True) for pair in itertools.pairwise(ends)]
         if any(len(cut.losses) != len(whole.losses) for cut in cuts):
             return ()
         powers = []
         for i, value in enumerate(whole.losses):
             sides = Sides(number(value), [number(cut.losses[i]) for cut in cuts], self.rounding)
-            power = self.power(sides, cuts, lambda: number(self.forward(0, self.num).losses[i]))  # noqa: B023
+            power = self.power(
+                sides,
+                cuts,
+                lambda: number(self.forward(0, self.num, training=training).losses[i]),  # noqa: B023
+            )
             if power is None:
                 self.tell(
                     f"what {self.owners()[i]} adds to the loss", sides, [cut.num / whole.num for cut in cuts], whole.num
@@ -204,7 +234,7 @@ class Trial:
         """The model's own compute_loss, without what layers add."""
 
         def value(forward: Forward, called: Forward | None = None) -> float:
-            self.run((called or forward).batch[0])  # it may use what call() leaves on the model
+            self.run((called or forward).batch[0], training=False)  # it may use what call() leaves on the model
             x, y, sample_weight = forward.batch
             with loss.losses_of(self.model, [ops.zeros(())]), loss.stateless():
                 return number(
@@ -261,13 +291,14 @@ class Trial:
                 return choice
         choice, sides, _ = fits[0]
         is_random = abs(again() - sides.whole) > 1e-6 * abs(sides.whole)
-        return choice if is_random or not math.isfinite(sides.whole + sum(sides.cuts)) else None
+        return choice if is_random or not math.isfinite(sides.whole) else None
 
     def tell(self, name: str, sides: Sides, shares: Sequence[float], num: int) -> None:
         cut = sum(share * value for share, value in zip(shares, sides.cuts, strict=True))
+        off = f" (off by {sides.distance(shares):.1e})" if math.isfinite(cut) else ""
         self.told.append(
             f"{name} is neither a mean nor a sum over samples: on {num} samples it is {sides.whole:.6g}, and "
-            f"{cut:.6g} when they are cut (off by {sides.distance(shares):.1e}), so steps in micro-batches are "
+            f"{cut:.6g} when they are cut{off}, so steps in micro-batches are "
             "not those of the full batch: write it as a mean over samples, or train without accumulate()"
         )
 
@@ -286,6 +317,37 @@ def try_out(trial: Trial) -> Found:
     except Exception as error:
         trial.told.append(f"the loss could not be tried on {trial.num} samples ({type(error).__name__}: {error})")
     return found
+
+
+def spread(batch: Batch, num: int) -> Batch:
+    """So many samples from all over the batch, since the first may be all alike; not if it is ragged or sparse."""
+    size = rows_of(batch[0])
+    leaves = [leaf for leaf in tree.flatten(batch) if leaf is not None and len(leaf.shape)]
+    if any(is_ragged(leaf) or hasattr(leaf, "dense_shape") for leaf in leaves):
+        return batch
+    places = [k * size // num for k in range(num)]
+
+    def picked(leaf: Any) -> Any:
+        return leaf if leaf is None or not len(leaf.shape) else ops.take(leaf, places, axis=0)
+
+    return tree.map_structure(picked, batch)
+
+
+def changes_variables(evaluate: Callable[[], Any]) -> bool:
+    """Whether it assigns to variables of Keras other than seeds of random generators, which are integers."""
+    held = get_stateless_scope().state_mapping
+    before = dict(held)
+    evaluate()
+    return any(
+        value is not before.get(key) and "int" not in keras.backend.standardize_dtype(value.dtype)
+        for key, value in held.items()
+    )
+
+
+def same(left: list[Any], right: list[Any]) -> bool:
+    """Whether these losses are equal, to rounding."""
+    pairs = [(number(a), number(b)) for a, b in zip(left, right, strict=False)]
+    return len(left) == len(right) and all(math.isclose(*pair, rel_tol=1e-6) for pair in pairs)
 
 
 def cuts_of(whole: Forward, cuts: list[Forward]) -> list[Forward]:

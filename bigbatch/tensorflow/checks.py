@@ -122,6 +122,14 @@ def telling() -> Iterator[None]:
             if message in error.message:
                 raise kind(message) from None
         raise
+    except RuntimeError as error:
+        if "merge_call" in str(error):
+            raise LossError(
+                "the model or the loss waits for the other replicas in each micro-batch, which is not possible in a "
+                "loop, probably by assigning to a variable that has an aggregation: make that variable with "
+                "synchronization=tf.VariableSynchronization.ON_READ"
+            ) from error
+        raise
 
 
 def check_gradients(gradients: Any, variables: Sequence[Any]) -> None:

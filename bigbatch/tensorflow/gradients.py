@@ -17,8 +17,10 @@ def wide_dtype(dtype: tf.DType) -> tf.DType:
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
-def widened(gradient: Gradient) -> Gradient:
-    """A gradient in the dtype in which it is added up."""
+def widened(gradient: Gradient, shape: tf.TensorShape | None = None) -> Gradient:
+    """A gradient in the dtype in which it is added up, and of the variable's shape, which tf.py_function forgets."""
+    if shape is not None and isinstance(gradient, tf.Tensor):
+        gradient.set_shape(shape)
     if gradient is None or gradient.dtype == wide_dtype(gradient.dtype):
         return gradient
     return tf.cast(gradient, wide_dtype(gradient.dtype))

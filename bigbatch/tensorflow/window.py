@@ -168,8 +168,9 @@ class WindowGraph:
         is_late = len(terms) == 1 and terms[0].dtype != gradients.wide_dtype(terms[0].dtype)
         seeds = self.optimizer.scaled(tf.ones_like(scale) if is_late else scale)
         seeds = [tf.cast(seed, term.dtype) for seed, term in zip(tf.unstack(seeds), terms, strict=True)]
-        found = tape.gradient(terms, self.variables(), output_gradients=seeds)
-        found = [gradients.widened(g) for g in found]
+        variables = self.variables()
+        found = tape.gradient(terms, variables, output_gradients=seeds)
+        found = [gradients.widened(g, v.shape) for g, v in zip(found, variables, strict=True)]
         return scaled_losses(terms, scale), gradients.scaled(found, scale[0]) if is_late else found
 
     def _terms(self, tensors: Sequence[Any], scale: tf.Tensor) -> Terms:
@@ -189,7 +190,8 @@ class WindowGraph:
         seeds = tf.unstack(self.optimizer.scaled(tf.ones_like(scale)))
         for term, seed, each in zip(terms, seeds, tf.unstack(scale), strict=True):
             found = tape.gradient(term, variables, output_gradients=tf.cast(seed, term.dtype))
-            found = gradients.weighted([gradients.widened(g) for g in found], each)
+            found = [gradients.widened(g, v.shape) for g, v in zip(found, variables, strict=True)]
+            found = gradients.weighted(found, each)
             sums = [gradients.added(*pair) for pair in zip(sums, found, strict=True)]
         return scaled_losses(terms, scale), sums
 

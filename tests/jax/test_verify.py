@@ -326,3 +326,27 @@ def test_a_backward_pass_that_is_linear():
         return samples_loss(jax.tree.map(bent(lambda g: 0.1 * g), params), batch)
 
     assert verify(classifier(), BATCH, loss, 4).is_exact
+
+
+def test_numpy_noise_is_not_taken_for_a_backward_pass_that_is_not_linear():
+    draw = np.random.default_rng(0)
+
+    def loss(params, batch):
+        return samples_loss(params, {**batch, "x": batch["x"] + draw.normal(size=batch["x"].shape)})
+
+    (cause,) = verify(classifier(), BATCH, loss, 4).causes
+    assert "another gradient each time" in cause
+
+
+@pytest.mark.parametrize(("of_x", "what"), [(False, "loss"), (True, "gradient")])
+def test_a_micro_batch_of_one_sample_that_has_no_deviation(of_x, what):
+    def loss(params, batch):
+        if of_x:
+            x = batch["x"].sum(1) * params["first"]["bias"].sum()
+            return samples_loss(params, batch) / (x.std() + 1e-3)
+        return samples_loss(params, batch) / batch["y"].std()
+
+    params = jax.tree.map(lambda leaf: leaf + 0.1, classifier())
+    (cause,) = verify(params, BATCH, loss, 4).causes
+    assert cause.startswith(f"the {what} of micro-batch 4 alone is not finite")
+    assert "standard deviation of one sample" in cause

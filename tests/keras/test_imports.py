@@ -23,7 +23,7 @@ def test_no_framework_beyond_what_keras_imports() -> None:
 def test_public_names() -> None:
     import bigbatch.keras
 
-    assert bigbatch.keras.__all__ == ["accumulate"]
+    assert bigbatch.keras.__all__ == ["accumulate", "verify"]
 
 
 def test_missing_keras_names_the_extra() -> None:

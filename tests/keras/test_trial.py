@@ -26,7 +26,9 @@ TOKEN = draw.integers(0, 4, (SIZE, 7))
 Fit = tuple[list[np.ndarray], dict[str, list[float]], list[str]]
 
 
-def fit(build: Callable[[], Any], data: tuple[Any, ...], size: int | None, **options: Any) -> Fit:
+def fit(
+    build: Callable[[], Any], data: tuple[Any, ...], size: int | None, *, shuffle: bool = True, **options: Any
+) -> Fit:
     """The weights, the history, and what bigbatch warned of."""
     keras.utils.set_random_seed(3)
     model = build()
@@ -36,7 +38,12 @@ def fit(build: Callable[[], Any], data: tuple[Any, ...], size: int | None, **opt
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         history = model.fit(
-            *data[:2], sample_weight=data[2] if data[2:] else None, batch_size=SIZE, epochs=2, verbose=0
+            *data[:2],
+            sample_weight=data[2] if data[2:] else None,
+            batch_size=SIZE,
+            epochs=2,
+            verbose=0,
+            shuffle=shuffle,
         )
     told = [str(each.message) for each in said if issubclass(each.category, BigBatchWarning)]
     return model.get_weights(), history.history, told
@@ -273,6 +280,153 @@ def test_told(name: str) -> None:
     assert "a mean nor a sum over samples: on 5 samples it is" in said
     assert "when they are cut (off by" in said
     assert distance(ours, fit(build, data, None, loss=loss)) > 1e-3
+
+
+def over_the_positive(y_true, y_pred):
+    is_counted = ops.cast(y_true > 0, y_pred.dtype)
+    return ops.sum(is_counted * ops.square(y_pred - ops.cast(y_true, y_pred.dtype))) / ops.sum(is_counted)
+
+
+def by_the_deviation(y_true, y_pred):
+    return squares(y_true, y_pred) / ops.std(y_pred[:, 0])
+
+
+SORTED = np.abs(TARGET)  # from the seventh row on one value of four counts
+SORTED[6:, 1:] *= -1
+BARREN = np.abs(TARGET) * np.where(np.arange(SIZE) % 5 == 1, -1, 1)[:, None]  # rows without one that counts
+UNTYPICAL: dict[str, tuple[Any, Any]] = {
+    "the first samples all count": (SORTED, over_the_positive),
+    "a cut is 0/0": (BARREN, over_the_positive),
+    "not defined for one sample": (TARGET, by_the_deviation),
+}
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("name", UNTYPICAL)
+@pytest.mark.usefixtures("float64")
+def test_told_where_the_first_samples_do_not_show_it(name: str) -> None:
+    target, loss = UNTYPICAL[name]
+    ours, plain = (fit(mlp, (X, target), size, loss=loss, shuffle=False) for size in (MICRO, None))
+    assert any(f"the loss {loss.__name__} is neither" in sentence for sentence in ours[2])
+    assert not distance(ours, plain) < 1e-3
+
+
+class InTraining(Wrapped):
+    """Adds a loss in training alone, or another one."""
+
+    def __init__(self, inner: Any, in_training: Any, else_: Any = None) -> None:
+        super().__init__(inner)
+        self.add = in_training, else_
+
+    def call(self, x, training=False):
+        found = self.inner(x, training=training)
+        if add := self.add[0] if training else self.add[1]:
+            self.add_loss(0.1 * add(ops.square(found)))
+        return found
+
+
+def coupled(x):
+    return ops.sqrt(ops.mean(x))
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("pair", [(ops.sum,), (ops.mean,), (ops.sum, ops.mean), (coupled,)], ids=str)
+@pytest.mark.usefixtures("float64")
+def test_what_is_added_in_training_alone(pair: Any) -> None:
+    ours, plain = (fit(lambda: InTraining(mlp(), *pair), (X, TARGET), size, loss="mse") for size in (MICRO, None))
+    assert is_exact(ours, plain) == (pair != (coupled,))
+    assert [sentence.partition(" is neither")[0] for sentence in ours[2]] == (
+        ["what in_training adds to the loss"] if pair == (coupled,) else []
+    ) or ours[2][0].startswith("what in_training")
+
+
+class Anneals(losses.Loss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = keras.Variable(1.0, trainable=False, dtype="float64")
+
+    def call(self, y_true, y_pred):
+        self.factor.assign(0.9 * self.factor)
+        return self.factor * squares(y_true, y_pred)
+
+
+@pytest.mark.any_backend
+@pytest.mark.usefixtures("float64")
+def test_a_loss_that_changes_a_variable() -> None:
+    *_, told = fit(mlp, (X, TARGET), MICRO, loss=Anneals())
+    assert any("changes a variable of its own each time it is called" in sentence for sentence in told)
+
+
+@pytest.mark.any_backend
+@pytest.mark.usefixtures("float64")
+def test_a_sum_is_not_said_to_be_taken_for_a_mean() -> None:
+    ours, plain = (fit(mlp, (X, TARGET), size, loss=whole_sum) for size in (MICRO, None))
+    assert is_exact(ours, plain)
+    assert ours[2] == []
+
+
+def whole_sum(y_true, y_pred):
+    return ops.sum(squares(y_true, y_pred))
+
+
+class Unsorted(Wrapped):
+    """Its names are not in alphabetical order."""
+
+    def call(self, x, training=False):
+        found = self.inner(x)
+        return {"b": found, "c": 2 * found, "a": found - 1}
+
+
+@pytest.mark.usefixtures("float64")
+def test_outputs_whose_names_are_not_sorted() -> None:
+    options = {"loss": {"b": "mse", "c": "log_cosh", "a": "mae"}, "metrics": {"b": ["mae"], "c": ["mse"]}}
+    data = X, {"b": TARGET, "c": TARGET, "a": 2 * TARGET}
+    ours, plain = (fit(lambda: Unsorted(mlp()), data, size, **options) for size in (MICRO, None))
+    assert ours[2] == []
+    assert is_exact(ours, plain)
+
+
+class WritesIntoItsInput(Wrapped):
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.token = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x, training=False):
+        x[:, 1:] += 1
+        x[:, 0] = self.token.value
+        return self.inner(x)
+
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    class InPython(Wrapped):
+        """TensorFlow does not know the shape of its gradient."""
+
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner)
+            self.kernel = self.add_weight(shape=(6, 6))
+
+        def call(self, x, training=False):
+            found = tf.py_function(lambda x, kernel: x @ kernel, [x, self.kernel.value], x.dtype)
+            return self.inner(tf.ensure_shape(found, (None, 6)))
+
+    @pytest.mark.usefixtures("float64")
+    def test_a_model_that_runs_python() -> None:
+        ours, plain = (fit(lambda: InPython(mlp()), (X, TARGET), size, loss="mse") for size in (MICRO, None))
+        assert is_exact(ours, plain)
+
+
+if BACKEND == "torch":
+
+    @pytest.mark.usefixtures("float64")
+    def test_a_model_that_writes_into_its_input() -> None:
+        """Neither the rows of other micro-batches are touched, nor those of the first batch before its step."""
+        ours, plain = (
+            fit(lambda: WritesIntoItsInput(mlp()), (X.copy(), TARGET), size, loss="mse", metrics=["mae"])
+            for size in (MICRO, None)
+        )
+        assert is_exact(ours, plain)
 
 
 @pytest.mark.usefixtures("float64")

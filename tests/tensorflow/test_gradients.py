@@ -457,3 +457,38 @@ def test_keras_on_repeated_rows_as_the_docs_say(name: str, is_same: bool) -> Non
     dense = after("dense")
     np.testing.assert_allclose(after("ours"), dense, rtol=1e-12)
     assert np.allclose(after("sparse"), dense, rtol=1e-9) == is_same
+
+
+class InPython(tf.Module):
+    """A layer whose gradient has no shape that TensorFlow knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = tf.Variable(np.linspace(-1, 1, 12).reshape(4, 3))
+        self.last = tf.Variable(np.ones((3, 1)))
+
+    def __call__(self, x: Any) -> Any:
+        hidden = tf.py_function(lambda x, kernel: tf.tanh(x @ kernel), [x, self.kernel], tf.float64)
+        return tf.ensure_shape(hidden, (None, 3)) @ self.last
+
+
+@pytest.mark.parametrize("num_terms", [1, 2])
+def test_gradients_of_a_python_function(num_terms: int) -> None:
+    x, y = (np.random.default_rng(0).normal(size=(13, n)) for n in (4, 1))
+
+    def loss(model: Any, batch: Any) -> Any:
+        value = tf.reduce_mean((model(batch[0]) - batch[1]) ** 2)
+        return value if num_terms == 1 else (value, value)
+
+    def weight(batch: Any) -> Any:
+        return (len(batch[1]),) * num_terms
+
+    ours, full = InPython(), InPython()
+    accumulator = Accumulator(ours, keras.optimizers.SGD(0.125), loss, 4, weight=weight)
+    accumulator.step((x, y))
+    with tf.GradientTape() as tape:
+        value = num_terms * tf.reduce_mean((full(x) - y) ** 2)
+    for v, g in zip(full.trainable_variables, tape.gradient(value, full.trainable_variables), strict=True):
+        v.assign_sub(0.125 * g)
+    for ours_v, v in zip(ours.trainable_variables, full.trainable_variables, strict=True):
+        np.testing.assert_allclose(ours_v, v, rtol=1e-12)

@@ -461,3 +461,37 @@ def test_other_losses_are_not_taken_for_a_sum(kind: str) -> None:
             accumulator.step(on_replicas((14, 8)))
     else:
         assert accumulator.step(on_replicas((14, 8))).is_applied
+
+
+class Counting(tf.Module):
+    """Counts its calls in a variable of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.kernel = tf.Variable(np.linspace(-1, 1, 640).reshape(64, 10))
+        self.calls = tf.Variable(0.0, trainable=False, **options)
+
+    def __call__(self, x: Any, training: bool = False) -> Any:
+        self.calls.assign_add(1.0)
+        return x @ self.kernel
+
+
+@pytest.mark.parametrize("is_window", [False, True])
+def test_a_variable_that_waits_for_the_other_replicas(is_window: bool) -> None:
+    """Is refused with the remedy, which works."""
+    batch = make_batch()
+    parts = Window([{name: t[:8] for name, t in batch.items()}, {name: t[8:] for name, t in batch.items()}])
+    kinds = tf.VariableAggregation, tf.VariableSynchronization
+    with mirrored().scope():
+        waiting = Counting(aggregation=kinds[0].MEAN)
+        right = Counting(aggregation=kinds[0].SUM, synchronization=kinds[1].ON_READ)
+    with pytest.raises(LossError, match=r"waits for the other replicas .*ON_READ"):
+        Accumulator(waiting, keras.optimizers.SGD(0.125), mean, 4).step(parts if is_window else batch)
+    with mirrored().scope():
+        optimizer = keras.optimizers.SGD(0.125)
+    Accumulator(right, optimizer, mean, 4).step(parts if is_window else batch)
+    full = Counting()
+    with tf.GradientTape() as tape:
+        value = mean(full, batch)
+    full.kernel.assign_sub(0.125 * tape.gradient(value, full.kernel))
+    np.testing.assert_allclose(right.kernel.numpy(), full.kernel.numpy(), rtol=1e-12)

@@ -79,6 +79,28 @@ def test_a_dataset_can_be_iterated_again() -> None:
     assert np.linalg.norm(flat(model) - flat(full.model)) <= 1e-12 * np.linalg.norm(full.update)
 
 
+@pytest.mark.usefixtures("float64")
+def test_batches_are_cut() -> None:
+    """50 samples in batches of 32 and 18, each in micro-batches of 5; data that can be of two kinds is refused."""
+    (batch,) = make_batches(Problem("digits", "samples", samples(50), 16))
+    data = tf.data.Dataset.from_tensor_slices(batch).batch(32)
+    model = make_model(DIGITS)
+    history = train_with_accumulation(model, data, sgd(), make_loss(DIGITS), epochs=2, micro_batch_size=5)
+    assert [step.num_micro_batches for step in history.steps] == [7, 4, 7, 4]
+    assert [step.micro_batch_size for step in history.steps] == [5] * 4
+    full = Run(DIGITS, sgd)
+    for _ in range(2):
+        for rows in (slice(0, 32), slice(32, 50)):
+            full._step_plainly(full._gradients({name: array[rows] for name, array in batch.items()})[1])
+    assert np.linalg.norm(flat(model) - flat(full.model)) <= 1e-12 * np.linalg.norm(full.update)
+    with pytest.raises(OptionError, match=r"accumulation_steps=4 .*micro_batch_size=3 .*one of the two"):
+        train_with_accumulation(model, [], sgd(), make_loss(DIGITS), accumulation_steps=4, micro_batch_size=3)
+    with pytest.raises(OptionError, match=r"accumulation_steps=… .*micro_batch_size=…"):
+        train_with_accumulation(model, [], sgd(), make_loss(DIGITS))
+    with pytest.raises(BatchError, match="0 batches in epoch 1 of 1"):
+        train_with_accumulation(model, [], sgd(), make_loss(DIGITS), micro_batch_size=3)
+
+
 def test_a_dataset_of_pairs_and_a_ramp() -> None:
     (batch,) = make_batches(Problem("digits", "samples", samples(50), 16))
     data = tf.data.Dataset.from_tensor_slices((batch["x"], batch["y"])).shuffle(50).batch(8)
