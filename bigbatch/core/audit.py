@@ -114,6 +114,7 @@ CHANGES = (
     "the loss gives another gradient each time it is called with the same batch (it keeps a state, or draws from a "
     "random generator of its own), so nothing can be compared: make it repeatable"
 )
+TOO_COARSE = "rounding in this precision is too coarse to tell the cause: compare in float32 or float64"
 UNCLEAR = (
     "the loss is no single mean over samples: it is the sum of several means, or it couples the samples; more than "
     "that cannot be told in this precision"
@@ -216,7 +217,8 @@ class Experiments:
         whole = self.of(self.all_rows)
         self.unit = float(np.linalg.norm(whole[:-1])) / abs(whole[-1] or 1.0) or 1.0
         whole = self.of(self.all_rows)
-        self.is_repeatable = self._agree(whole, self.of(self.all_rows), 1e-3 if trial.epsilon > 1e-10 else 1e-6)
+        first, again = self.sketch(trial.full()), self.sketch(trial.full())  # traced anew, where a framework traces
+        self.is_repeatable = self._agree(first, again, 1e-3 if trial.epsilon > 1e-10 else 1e-6)
         shuffled = np.random.default_rng(0).permutation(self.all_rows).tolist()
         own, moved = 8 * max(trial.epsilon, self.epsilon), np.inf
         with suppress(Exception):  # a loss may refuse what is only tried out
@@ -250,6 +252,12 @@ class Experiments:
         """With the norms of the gradients themselves, where sketches are shorter."""
         return replace(mix, norms=np.array(norms)) if sum(self.sizes.values()) > SIZE else mix
 
+    def untold(self) -> str | None:
+        """Why no experiment would show anything, if none would."""
+        if not self.is_repeatable:
+            return CHANGES
+        return TOO_COARSE if self.noise > 1e-2 else None
+
     @property
     def close(self) -> float:
         return max(1e-9, 20 * self.noise)
@@ -259,8 +267,8 @@ class Experiments:
     def loss(self, full: Gradient, accumulated: Gradient) -> list[str]:
         """Why accumulation is not exact: in the layers, in what passes leave behind, or in the loss."""
         trial = self.trial
-        if not self.is_repeatable:
-            return [CHANGES]
+        if (said := self.untold()) is not None:
+            return [said]
         has_hooks = trial.has_hooks
         with trial.without_hooks():
             if has_hooks:
@@ -394,8 +402,8 @@ class Experiments:
     def loop(self, loop: Loop, full: Gradient, found: Gradient, tolerance: float | None) -> list[str]:
         """Why a foreign loop is not exact."""
         trial = self.trial
-        if not self.is_repeatable:
-            return [CHANGES]
+        if (said := self.untold()) is not None:
+            return [said]
         causes = trial.layer_causes()
         has_hooks = trial.has_hooks
         with trial.without_hooks():

@@ -35,7 +35,9 @@ class Trial:
         self.micro_batches = self._cut(self.run)
         numbered = Run(window, form, arrays._replace(rows=[jnp.arange(num_rows(arrays))]))
         self.parts = [micro_batch.rows[0].tolist() for micro_batch in pieces(numbered)]
-        self.epsilon = max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(parameters))
+        dtypes = [self.run.terms_dtype, *(leaf.dtype for leaf in jax.tree.leaves(parameters))]
+        self._compiled: dict[int | None, Any] = {}
+        self.epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         self.has_dropout = False
         self.draws = len(self.micro_batches) > 1 and bool(arrays.keys) and self._draws()
         if self.draws:
@@ -83,15 +85,15 @@ class Trial:
         return self._named(jax.tree.unflatten(jax.tree.structure(self.parameters), found))
 
     def of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
-        index = np.asarray(rows)
-
-        def loss(parameters: Any) -> Any:
-            picked = self.arrays._replace(rows=[row[index] for row in self.arrays.rows])
-            terms = self.run.loss((parameters,), picked)[0]
+        def loss(parameters: Any, rows: list[Any]) -> Any:
+            terms = self.run.loss((parameters,), self.arrays._replace(rows=rows))[0]
             return sum(terms) if term is None else terms[term]
 
-        with self._settled():  # not compiled, since every number of rows would be compiled anew
-            value, found = jax.value_and_grad(loss)(self.parameters)
+        if term not in self._compiled:  # once for each number of rows
+            self._compiled[term] = jax.jit(jax.value_and_grad(loss))
+        index = np.asarray(rows)
+        with self._settled():
+            value, found = self._compiled[term](self.parameters, [row[index] for row in self.arrays.rows])
         return self._named(found), float(value)
 
     def by_loop(self, loop: Loop, order: Rows | None = None) -> tuple[Gradient, Gradient]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from ml_dtypes import finfo
 
 from ..core.audit import Gradient, Loop, Rows
 from ..core.diagnosis import Array
@@ -44,9 +45,7 @@ class Trial:
         self.layout = layout = nest.Layout(batch)
         self.batch = layout.pack(layout.tensors)
         self.parts = [range(part.start, part.stop) for part in cuts(nest.batch_size(layout), micro_batch_size)]
-        self.epsilon = max(
-            (np.finfo(tf.as_dtype(v.dtype).as_numpy_dtype).eps for v in model.trainable_variables), default=1e-16
-        )
+        self.epsilon = max((epsilon_of(v.dtype) for v in model.trainable_variables), default=epsilon_of("float64"))
         self.micro_batches = [
             layout.pack([nest.part(t, part.start, part.stop) for t in layout.tensors]) for part in self.parts
         ]
@@ -156,6 +155,7 @@ class Trial:
             with tf.GradientTape() as tape, one_replica(share):
                 terms = as_terms(self._loss(self.model, batch))
                 total = tf.add_n([tf.reshape(t, []) for t in terms]) if term is None else tf.reshape(terms[term], [])
+            self.epsilon = max(self.epsilon, epsilon_of(total.dtype))
             found = tape.gradient(total, [as_tf_variable(v) for _, v in named])
         gradient = {name: dense(g).numpy() for (name, _), g in zip(named, found, strict=True) if g is not None}
         return gradient, float(total)
@@ -169,6 +169,10 @@ class Trial:
             variable.assign(value)
 
     give_back = _restore
+
+
+def epsilon_of(dtype: Any) -> float:
+    return float(finfo(tf.as_dtype(dtype).as_numpy_dtype).eps)
 
 
 def recorder() -> Any:

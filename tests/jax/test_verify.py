@@ -137,8 +137,11 @@ def test_less_than_float64_is_said():
         return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
 
     found = verify(classifier(), float32(BATCH), loss, 4)
-    assert not found.is_exact
-    assert "computes in less than float64" in found.causes[0]
+    assert found.is_exact
+    assert found.precision == "float64 with parts in float32"
+    assert "something in the model or the loss computes in float32" in found.causes[0]
+    assert not verify(classifier(), float32(BATCH), loss, 4, tolerance=1e-9).is_exact
+    assert "the weight disagrees" in verify(classifier(), float32(BATCH), loss, 4, weight=lambda batch: 1).causes[0]
 
 
 def test_the_users_settings_stay():

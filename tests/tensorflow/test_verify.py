@@ -76,3 +76,32 @@ def test_a_weight_that_disagrees_and_a_loss_that_couples_are_named():
     assert "the weight disagrees with the loss's own mean" in only(found.causes)
     found = verify(classifier(), (X, Y), lambda model, batch: tf.math.reduce_variance(model(batch[0])), 16)
     assert "the loss couples the samples" in only(found.causes)
+
+
+@pytest.mark.parametrize("policy", ["float32", "bfloat16"])
+def test_the_precision_of_the_loss_is_that_of_the_comparison(policy: str) -> None:
+    class Own(keras.Model):
+        """Cannot be rebuilt in float64."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.head = keras.layers.Dense(8, "tanh", dtype=policy), keras.layers.Dense(3, dtype=policy)
+
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            return self.head(self.hidden(x))
+
+    def loss(model: keras.Model, batch: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
+        logits = tf.cast(model(batch[0]), tf.float32)
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(batch[1], logits))
+
+    generator = np.random.default_rng(0)
+    batch = generator.normal(size=(13, 5)), generator.integers(0, 3, 13)
+    keras.utils.set_random_seed(0)
+    model = Own()
+    model(batch[0])
+    found = verify(model, batch, loss, 4)
+    assert found.is_exact, found
+    assert found.tolerance <= 2e-2
+    wrong = verify(model, batch, loss, 4, weight=lambda batch: 1)
+    assert not wrong.is_exact
+    assert ("the weight disagrees" if policy == "float32" else "too coarse to tell the cause") in wrong.causes[0]
