@@ -95,24 +95,6 @@ def disagrees(found: Array, ours: Array, whom: str = "its micro-batches") -> str
     )
 
 
-def explain_loss(mix: Mix, ours: Array, reduction: str) -> str | None:
-    """Why the loss of the whole batch is not the mean (or sum) of ours, if it is not."""
-    found, close = mix.coefficients, mix.close
-    if mix.residual >= mix.allowed_residual:
-        return COUPLED
-    if not mix.is_unique:
-        return None
-    if np.allclose(found, ours, rtol=close, atol=close):
-        return None
-    if reduction == "mean" and np.allclose(found, 1.0, rtol=close):
-        return ADDS_UP
-    if not np.isclose(found.sum(), 1.0, rtol=close * np.sqrt(len(found))):
-        return COUPLED
-    if reduction == "sum":
-        return MEAN_ADDED_UP
-    return disagrees(found, ours)
-
-
 def explain_loop(mix: Mix, right: Array) -> str | None:
     """Which classic mistake a foreign loop made, if any; `right` are the coefficients it should have."""
     found, num, close = mix.coefficients, len(right), mix.close

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bigbatch.core.diagnosis import Mix, explain_loop, explain_loss, is_clipped, unmix, whole_times
+from bigbatch.core.diagnosis import Mix, explain_loop, is_clipped, unmix, whole_times
 from tests.examples import examples
 
 stable = settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))
@@ -310,55 +310,6 @@ def test_gradients_too_alike_to_tell():
     micro = np.ones((3, 5))
     said = explain_loop(mix_of(micro, 2 * micro[0]), np.full(3, 1 / 3))
     assert said == "the micro-batches' gradients are too alike to tell how each was weighted"
-
-
-# --- the loss itself -------------------------------------------------------------------------------------
-
-
-def said_of_loss(coefficients, weights=WEIGHTS, reduction="mean", rest=0.0):
-    micro = micro_gradients(len(weights))
-    gradient = np.asarray(coefficients, float) @ micro + rest * np.random.default_rng(5).normal(size=60)
-    ours = right_of(weights) if reduction == "mean" else np.ones(len(weights))
-    return explain_loss(mix_of(micro, gradient), ours, reduction)
-
-
-def test_loss_that_is_a_weighted_mean_is_right():
-    assert said_of_loss(right_of(WEIGHTS)) is None
-
-
-def test_loss_that_is_a_sum_is_right_with_reduction_sum():
-    assert said_of_loss(np.ones(4), reduction="sum") is None
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_loss_that_couples_samples(reduction):
-    assert said_of_loss(right_of(WEIGHTS), reduction=reduction, rest=0.1).startswith("the loss couples the samples")
-
-
-def test_loss_whose_shares_are_no_mean_couples_samples():
-    """A root of a mean: the gradient is a mix of the micro-gradients, but the shares add up to something else."""
-    assert said_of_loss(0.8 * right_of(WEIGHTS)).startswith("the loss couples the samples")
-
-
-def test_loss_that_adds_up():
-    assert said_of_loss(np.ones(4)).startswith("the loss adds up over samples instead of taking the mean")
-
-
-def test_mean_that_is_added_up():
-    said = said_of_loss(right_of(WEIGHTS), reduction="sum")
-    assert said.startswith('the loss is a mean but reduction="sum" adds it up')
-
-
-def test_weight_that_disagrees_gives_both_shares():
-    said = said_of_loss([0.5, 0.3, 0.2], weights=(1, 1, 2))
-    assert said.startswith("the weight disagrees with the loss's own mean")
-    assert "50% : 30% : 20%" in said
-    assert "25% : 25% : 50%" in said
-
-
-def test_loss_of_samples_too_alike_to_tell():
-    micro = np.ones((3, 5))
-    assert explain_loss(mix_of(micro, micro[0]), np.array([0.2, 0.3, 0.5]), "mean") is None
 
 
 # --- whole_times -----------------------------------------------------------------------------------------
