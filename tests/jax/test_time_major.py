@@ -149,7 +149,9 @@ def attended(params, x):
 
 
 @pytest.mark.filterwarnings("ignore::bigbatch.BigBatchWarning")
-@pytest.mark.parametrize("loss", [scanned, unrolled, attended])
+@pytest.mark.parametrize(
+    "loss", [pytest.param(scanned, marks=pytest.mark.slow), unrolled, pytest.param(attended, marks=pytest.mark.slow)]
+)
 def test_verify_says_what_it_probably_is(loss):
     found = verify(WEIGHT, SEQUENCES, loss, 5)
     assert not found.is_exact

@@ -252,7 +252,13 @@ def switched_in_float32(params, batch):
     return samples_loss(params, batch) * scale
 
 
-@pytest.mark.parametrize("loss", [summed_in_float32, convolved_in_float32, switched_in_float32])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [pytest.param(summed_in_float32, marks=SLOW), convolved_in_float32, pytest.param(switched_in_float32, marks=SLOW)],
+)
 def test_a_loss_that_only_runs_in_float32(loss):
     params, batch = jax.tree.map(lambda p: p.astype(jnp.float32), classifier()), float32(BATCH)
     found = verify(params, batch, loss, 4)
@@ -309,7 +315,12 @@ def bent(change):
 
 
 @pytest.mark.parametrize(
-    "change", [lambda g: jnp.clip(g, -1e-3, 1e-3), jnp.sign, lambda g: g / (1e-9 + jnp.linalg.norm(g))]
+    "change",
+    [
+        lambda g: jnp.clip(g, -1e-3, 1e-3),
+        pytest.param(jnp.sign, marks=SLOW),
+        pytest.param(lambda g: g / (1e-9 + jnp.linalg.norm(g)), marks=SLOW),
+    ],
 )
 def test_a_backward_pass_that_is_not_linear(change):
     found = verify(classifier(), BATCH, draws_inside(lambda x: x), 4)
@@ -341,7 +352,7 @@ def test_numpy_noise_is_not_taken_for_a_backward_pass_that_is_not_linear():
     assert "another gradient each time" in cause
 
 
-@pytest.mark.parametrize(("of_x", "what"), [(False, "loss"), (True, "gradient")])
+@pytest.mark.parametrize(("of_x", "what"), [pytest.param(False, "loss", marks=SLOW), (True, "gradient")])
 def test_a_micro_batch_of_one_sample_that_has_no_deviation(of_x, what):
     def loss(params, batch):
         if of_x:

@@ -80,6 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("case", "way"),
     [*((case, way) for case in CASES for way in ("batch", "window")), ("a loss", "xla"), ("len", "xla")],

@@ -84,6 +84,7 @@ def test_what_is_set_later_is_checked_as_in_the_constructor(name: str) -> None:
     assert getattr(accumulator, name) == before
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", ["batch", "window"])
 @pytest.mark.parametrize("name", LATER)
 def test_what_is_set_later_is_used(name: str, way: str) -> None:
