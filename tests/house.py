@@ -1,0 +1,162 @@
+"""Counts how easy the house is to find one's way in; writes the table of docs/architecture.md.
+
+    python -m tests.house            # print the table
+    python -m tests.house --trace    # print the files that a step passes through, in order
+
+Each row is a number that should fall, or stay low:
+
+- the files of `bigbatch/` that a step with three micro-batches calls into, and how often control moves from a
+  function in one file to a function in another (calls only; a second step is traced, when everything is warm);
+- how deep `Accumulator` inherits;
+- the lines of `bigbatch/` that are not blank;
+- the places that divide by a total weight (see `tests/core/test_heart.py`);
+- the files that mention an option by name;
+- the public names at the top level of a module that no other module uses.
+"""
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "bigbatch"
+SUFFIXES = {".py", ".jinja"}
+DIVISIONS = re.compile(
+    r"divide_no_nan\("  # TensorFlow's w / W
+    r"|\bw / t\b|/ (jnp\.where\(\w+ == 0, 1|count\b|whole\b|total\b|total_weight\b|size\b(?! \*)|divisor\b)"
+    r"|/ _divisor\("
+)
+
+
+def sources(folder: Path = PACKAGE) -> list[Path]:
+    """Every source file of the package."""
+    return sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
+
+
+def num_lines() -> int:
+    """The lines of the package that are not blank."""
+    return sum(1 for path in sources() for line in path.read_text().splitlines() if line.strip())
+
+
+def files_that_mention(word: str) -> list[str]:
+    """The files of the package with this word in them."""
+    pattern = re.compile(rf"\b{word}\b")
+    return [str(path.relative_to(PACKAGE)) for path in sources() if pattern.search(path.read_text())]
+
+
+def unused_public_names() -> list[str]:
+    """The public functions, classes and constants of private modules that no other module of the package mentions."""
+    texts = {path: path.read_text() for path in sources()}
+    words = {path: set(re.findall(r"\w+", text)) for path, text in texts.items()}
+    found = []
+    for path, text in texts.items():
+        if path.suffix != ".py" or path.parent.name in ("torch", "tensorflow", "jax", "keras") and "tasks" in path.parts:
+            continue  # a task's functions are for the user and the command line, which looks them up by name
+        for name in top_level_names(ast.parse(text)):
+            if not name.startswith("_") and not any(name in words[other] for other in texts if other != path):
+                found.append(f"{path.relative_to(PACKAGE)}:{name}")
+    return found
+
+
+def top_level_names(tree: ast.Module) -> Iterator[str]:
+    """What a module defines: functions, classes, and names that are assigned to."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def depth(kind: type) -> int:
+    """How many classes of this package a class is made of, itself included."""
+    return sum(base.__module__.startswith("bigbatch") for base in kind.__mro__)
+
+
+def calls_of(work: Callable[[], Any]) -> list[str]:
+    """The file of every function of the package that is called, in order."""
+    found: list[str] = []
+    package = str(PACKAGE)
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            found.append(str(Path(frame.f_code.co_filename).relative_to(package)))
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def walk(calls: list[str]) -> tuple[int, int]:
+    """How many files, and how many changes of file."""
+    return len(set(calls)), sum(a != b for a, b in zip(calls, calls[1:], strict=False))
+
+
+def torch_walks() -> dict[str, list[str]]:
+    """What a step of three micro-batches calls, whole and fed one by one."""
+    import torch
+
+    from bigbatch.torch import Accumulator
+
+    def made(**options: Any) -> tuple[Any, Any]:
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, Accumulator(model, optimizer, loss, **options)
+
+    def loss(model: Any, batch: Any) -> Any:
+        x, y = batch
+        return torch.nn.functional.cross_entropy(model(x), y)
+
+    batch = torch.randn(6, 4), torch.randint(2, (6,))
+    _, whole = made(micro_batch_size=2)
+    whole.step(batch)
+    model, fed = made(accumulation_steps=3)
+
+    def feed() -> None:
+        for k in range(0, 6, 2):
+            with fed.micro_batch(weight=2) as micro:
+                micro.backward(loss(model, [part[k : k + 2] for part in batch]))
+
+    feed()
+    return {"step": calls_of(lambda: whole.step(batch)), "micro_batch": calls_of(feed)}
+
+
+def rows() -> Iterator[tuple[str, str]]:
+    from bigbatch.torch import Accumulator
+
+    walks = torch_walks()
+    for name, title in (("step", "a torch `step` of 3 micro-batches"), ("micro_batch", "`micro_batch()`, 3 times")):
+        num_files, num_changes = walk(walks[name])
+        yield f"files that {title} passes through / changes of file", f"{num_files} / {num_changes}"
+    yield "inheritance depth of `Accumulator`", str(depth(Accumulator))
+    yield "lines of `bigbatch/` that are not blank", f"{num_lines():,}"
+    clip, policy = (len(files_that_mention(word)) for word in ("clip_norm", "on_nonfinite"))
+    yield "files that mention `clip_norm` / `on_nonfinite`", f"{clip} / {policy}"
+    yield "public top-level names used in no other module", str(len(unused_public_names()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", action="store_true", help="print the files that a step passes through")
+    parser.add_argument("--names", action="store_true", help="print the public names that no other module uses")
+    options = parser.parse_args()
+    if options.trace:
+        for name, calls in torch_walks().items():
+            print(f"{name}:", *calls, sep="\n  ")
+    if options.names:
+        print(*unused_public_names(), sep="\n")
+    print("| | |\n| --- | ---: |")
+    for title, value in rows():
+        print(f"| {title} | {value} |")
+
+
+if __name__ == "__main__":
+    main()
