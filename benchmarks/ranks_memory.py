@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bigbatch.torch import Accumulator
-from bigbatch.torch.fsdp import Sharded
+from bigbatch.torch.distributed.fsdp import Sharded
 
 from .memory import mebibytes
 from .tables import RESULTS, about, markdown_table, write_table

@@ -17,7 +17,7 @@ from .core.errors import (
     WeightError,
 )
 from .core.step import History, Step
-from .core.verification import Verification
+from .core.verify.result import Verification
 from .core.window import Window, windows
 
 __version__ = "0.1.0"

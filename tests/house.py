@@ -16,6 +16,7 @@ Each row is a number that should fall, or stay low:
 
 import argparse
 import ast
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -54,7 +55,9 @@ def unused_public_names() -> list[str]:
     words = {path: set(re.findall(r"\w+", text)) for path, text in texts.items()}
     found = []
     for path, text in texts.items():
-        if path.suffix != ".py" or path.parent.name in ("torch", "tensorflow", "jax", "keras") and "tasks" in path.parts:
+        if path.suffix != ".py" or (
+            path.parent.name in ("torch", "tensorflow", "jax", "keras") and "tasks" in path.parts
+        ):
             continue  # a task's functions are for the user and the command line, which looks them up by name
         for name in top_level_names(ast.parse(text)):
             if not name.startswith("_") and not any(name in words[other] for other in texts if other != path):
@@ -97,7 +100,7 @@ def calls_of(work: Callable[[], Any]) -> list[str]:
 
 def walk(calls: list[str]) -> tuple[int, int]:
     """How many files, and how many changes of file."""
-    return len(set(calls)), sum(a != b for a, b in zip(calls, calls[1:], strict=False))
+    return len(set(calls)), sum(a != b for a, b in itertools.pairwise(calls))
 
 
 def torch_walks() -> dict[str, list[str]]:

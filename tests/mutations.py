@@ -81,13 +81,13 @@ torch: a fed window is not emptied after its step | torch/feeding.py | test-torc
 torch: gradients add up in the dtype of the parameter | torch/gradients.py | test-torch
 - return _promoted(parameter.dtype, self._dtype)
 + return parameter.dtype
-torch: a parameter without a gradient gets zeros | torch/collection.py | test-torch
+torch: a parameter without a gradient gets zeros | torch/gradient_buffer.py | test-torch
 - [(p, g) for p, g in zip(self.parameters, self._held, strict=True) if g is not None]
 + [(p, torch.zeros_like(p) if g is None else g) for p, g in zip(self.parameters, self._held, strict=True)]
-torch: two gradients in the same memory are both added to | torch/collection.py | test-torch
+torch: two gradients in the same memory are both added to | torch/gradient_buffer.py | test-torch
 - if num > ALONE:
 + if num > ALONE + 1:
-torch: clipping scales small gradients up | torch/arithmetic.py | test-torch
+torch: clipping scales small gradients up | torch/sums.py | test-torch
 - scale(sums, min(clip_norm / (total_norm + 1e-6), 1.0))
 + scale(sums, clip_norm / (total_norm + 1e-6))
 torch: clipping comes before unscaling | torch/update.py | test-torch
@@ -102,10 +102,10 @@ torch: the schedule steps on a skipped step | torch/update.py | test-torch
 torch: a saved window loses the unit of its sums | torch/window.py | test-torch
 - sums.unit = unit
 + sums.unit = 1.0
-ranks: the world size is 1 | torch/replicas.py | test-ranks
+ranks: the world size is 1 | torch/distributed/ranks.py | test-ranks
 - self.divisor = float(self.size)
 + self.divisor = 1.0
-ranks: the total weight is not reduced | torch/agreement.py | test-ranks
+ranks: the total weight is not reduced | torch/distributed/totals.py | test-ranks
 - tuple(int(t) if t.is_integer() else t for t in rest[:num]),
 + tuple(int(t) if t.is_integer() else t for t in map(float, share.total or rest[:num])),
 ranks: the gradient of a fed window is not reduced | torch/feeding.py | test-ranks
@@ -114,10 +114,10 @@ ranks: the gradient of a fed window is not reduced | torch/feeding.py | test-ran
 ranks: each rank clips its own gradient before the reduction | torch/feeding.py | test-ranks
 - self._replicas.complete(
 + arithmetic.clip(sums, arithmetic.norm(sums), self.clip_norm, None); self._replicas.complete(
-ranks: the loss is that of one rank | torch/replicas.py | test-ranks
+ranks: the loss is that of one rank | torch/distributed/ranks.py | test-ranks
 - work = dist.all_reduce(sums, group=self.group, async_op=True)
 + work = dist.all_reduce(sums.clone(), group=self.group, async_op=True)
-ranks: the norm is that of one shard | torch/shards.py | test-ranks
+ranks: the norm is that of one shard | torch/distributed/shards.py | test-ranks
 - return float(total.full_tensor())
 + return float(torch.nn.utils.get_total_norm([local(part) for part in parts]))
 tensorflow: a micro-batch counts 1 instead of its weight | tensorflow/window.py | test-tensorflow
@@ -126,7 +126,7 @@ tensorflow: a micro-batch counts 1 instead of its weight | tensorflow/window.py 
 tensorflow: the tail of a batch is dropped | tensorflow/loop.py | test-tensorflow
 - num = -(-num_samples(tensors) // micro_batch_size)
 + num = num_samples(tensors) // micro_batch_size
-tensorflow: a fed window is divided by the number of micro-batches | tensorflow/open_window.py | test-tensorflow
+tensorflow: a fed window is divided by the number of micro-batches | tensorflow/partial_window.py | test-tensorflow
 - inverse = tf.math.divide_no_nan(tf.ones([], WEIGHT), weight)
 + inverse = tf.ones([], WEIGHT) / tf.cast(self.sums.count, WEIGHT)
 tensorflow: gradients are not zeroed between windows | tensorflow/sums.py | test-tensorflow
@@ -180,33 +180,33 @@ keras: the weight of a mask is ignored | keras/loss.py | test-keras-tensorflow t
 keras: a regularizer counts once for each micro-batch | keras/loss.py | test-keras-tensorflow test-keras-jax
 - share_of(share, power) * ops.cast(ops.sum(loss), share.dtype)
 + ops.cast(ops.sum(loss), share.dtype)
-keras: a sum is taken for a mean | keras/trial.py | test-keras-tensorflow test-keras-torch
+keras: a sum is taken for a mean | keras/verify/trial.py | test-keras-tensorflow test-keras-torch
 - if sides.distance(shares) <= sides.rounding:
 + if choice is fits[0][0]:
-keras: the loss is tried outside of a stateless scope | keras/step.py | test-keras-torch
+keras: the loss is tried outside of a stateless scope | keras/backends/step.py | test-keras-torch
 - with keras.StatelessScope(values, collect_losses=True):
 + with nullcontext():
-keras: the tail counts as a full micro-batch on TensorFlow | keras/tensorflow_step.py | test-keras-tensorflow
+keras: the tail counts as a full micro-batch on TensorFlow | keras/backends/tensorflow.py | test-keras-tensorflow
 - share = tf.cast(num, total.dtype) / total
 + share = tf.cast(self.micro_batch_size, total.dtype) / total
-keras: gradients are not reduced over replicas | keras/tensorflow_step.py | test-keras-tensorflow
+keras: gradients are not reduced over replicas | keras/backends/tensorflow.py | test-keras-tensorflow
 - gradients = replicas.add_up(gradients)
 + gradients = list(gradients)
-keras: JAX divides by the number of micro-batches | keras/jax_step.py | test-keras-jax
+keras: JAX divides by the number of micro-batches | keras/backends/jax.py | test-keras-jax
 - share = jnp.asarray(num_samples(micro_batch[0]) / size, dtype)
 + share = jnp.asarray(1 / -(-size // self.micro_batch_size), dtype)
-keras: torch does not zero gradients between steps | keras/torch_step.py | test-keras-torch
+keras: torch does not zero gradients between steps | keras/backends/torch.py | test-keras-torch
 - model.zero_grad()
 -         value, added, y_pred, is_bound = self.accumulate(batch, size)
 + pass
 +         value, added, y_pred, is_bound = self.accumulate(batch, size)
-keras: the history on torch is a mean over steps, not samples | keras/torch_step.py | test-keras-torch
+keras: the history on torch is a mean over steps, not samples | keras/backends/torch.py | test-keras-torch
 - model._loss_tracker.update_state(value, sample_weight=size)
 + model._loss_tracker.update_state(value)
-checkpoint: a batch is trained on again after a resume | core/resume.py | test-torch test-jax test-crash
+checkpoint: a batch is trained on again after a resume | core/checkpoint/loop.py | test-torch test-jax test-crash
 - num_done = self.place
 + num_done = max(0, self.place - 1)
-checkpoint: Python's and NumPy's random numbers are not restored | core/resume.py | test-torch test-tensorflow
+checkpoint: Python's and NumPy's random numbers are not restored | core/checkpoint/loop.py | test-torch test-tensorflow
 - random.restore(found)
 + random.state()
 checkpoint: torch's random numbers are not restored | torch/checkpoints.py | test-torch test-crash
@@ -218,13 +218,13 @@ checkpoint: the position of the schedule is not saved | torch/checkpoints.py | t
 checkpoint: the shuffles of earlier epochs are not repeated | tensorflow/checkpoints.py | test-tensorflow test-crash
 - self._num_behind = self.epoch
 + self._num_behind = 0
-cli: a batch is left out after a resume | cli/batches.py | test-cli test-crash
+cli: a batch is left out after a resume | cli/run/batches.py | test-cli test-crash
 - num_done = self.place
 + num_done = self.place + (self.place > 0)
-cli: random numbers are not restored | cli/train.py | test-cli test-crash
+cli: random numbers are not restored | cli/run/train.py | test-cli test-crash
 - randomness.restore(found.state["random"])
 + randomness.state()
-cli: the schedule begins anew after a resume | cli/train.py | test-cli test-crash
+cli: the schedule begins anew after a resume | cli/run/train.py | test-cli test-crash
 - PLACE = ("num_steps", "num_samples", "num_applied", "seconds")
 + PLACE = ("num_steps", "num_samples", "seconds")
 torch: the sums are in .grad while the loss runs | torch/passes.py | test-torch
@@ -232,31 +232,31 @@ torch: the sums are in .grad while the loss runs | torch/passes.py | test-torch
 -         terms = self._terms(
 +         collection.put()
 +         terms = self._terms(
-ranks: another model in DDP reduces in every micro-batch | torch/others.py | test-ranks
+ranks: another model in DDP reduces in every micro-batch | torch/distributed/other_models.py | test-ranks
 - model.require_backward_grad_sync = model.require_forward_param_sync = False
 + model.require_backward_grad_sync = model.require_forward_param_sync = True
-tensorflow: a loss divides by the real number of replicas | tensorflow/one_replica.py | test-tensorflow
+tensorflow: a loss divides by the real number of replicas | tensorflow/distributed/one_replica.py | test-tensorflow
 -         return 1
 +         return real
-tensorflow: a sum divided by hand passes for a mean | tensorflow/is_mean.py | test-tensorflow
+tensorflow: a sum divided by hand passes for a mean | tensorflow/distributed/is_mean.py | test-tensorflow
 - if last == 3 * first > 0:
 + if last == 3 * first < 0:
-jax: an array that should be cut goes whole | jax/uncut.py | test-jax
+jax: an array that should be cut goes whole | jax/verify/uncut.py | test-jax
 -         raise error from reason
 +         return
-verify: a mean of some groups is taken for one of all | core/audit.py | test-torch
+verify: a mean of some groups is taken for one of all | core/verify/compare.py | test-torch
 - if kind == "mean" and mix.is_unique and not mix.is_of_a_mean:
 + if kind == "mean" and mix.is_unique and not mix.is_unique:
-verify: a loss that is another each time is compared | core/audit.py | test-torch
+verify: a loss that is another each time is compared | core/verify/compare.py | test-torch
 - self.is_repeatable = self._agree(
 + self.is_repeatable = True or self._agree(
-verify: every small difference is rounding | core/audit.py | test-torch
+verify: every small difference is rounding | core/verify/compare.py | test-torch
 - self.noise = max(own, moved) if moved < 1e-4 else own
 + self.noise = 1e-2
-cli: skipped steps advance the schedule | cli/train.py | test-cli
+cli: skipped steps advance the schedule | cli/run/train.py | test-cli
 - self.num_applied += step.is_applied
 + self.num_applied += 1
-cli: the loss of a JAX run is not weighted | cli/jax_engine.py | test-cli
+cli: the loss of a JAX run is not weighted | cli/engines/jax.py | test-cli
 - jnp.where(w == 0, 0, term * w)
 + jnp.where(w == 0, 0, term)
 tasks: the last, smaller batch of an epoch is dropped | tasks/data.py | test-tasks test-cli

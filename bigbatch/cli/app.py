@@ -19,7 +19,7 @@ from ..core.errors import BigBatchError, BigBatchWarning, OptionError
 from ..core.step import to_json
 from . import errors
 from .errors import TaskRaisedError
-from .ranks import here, ranks_of, refuse_several
+from .run.ranks import here, ranks_of, refuse_several
 
 app = typer.Typer(
     help="Train with the batch you want on the memory you have, and get exactly the same gradient.",
@@ -169,10 +169,10 @@ def train(
 ) -> int | None:
     """Train a task in micro-batches, compare with the full batch, and leave a run folder."""
     from . import config as configs
-    from .folder import CONFIG
-    from .screen import Screen
+    from .run.display import Screen
+    from .run.folder import CONFIG
+    from .run.train import train as run_training
     from .task import load_task
-    from .train import train as run_training
 
     if resume is not None and (out is not None or config is not None):
         raise OptionError(
@@ -222,7 +222,7 @@ def verify(
 ) -> int | None:
     """Compare the gradient of one batch, accumulated and whole; exit code 1 if they differ."""
     from . import config as configs
-    from .engine import make_engine
+    from .engines.engine import make_engine
     from .task import load_task
     from .verification import as_json as verification_as_json
     from .verification import as_table
@@ -254,7 +254,7 @@ def report(
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
     """Make one page of one or several run folders."""
-    from .report import write_report
+    from .report.page import write_report
 
     refuse_several("report")
     write_report(runs, out)

@@ -9,8 +9,8 @@ from typing import Any
 
 import tomli_w
 
+from ..core.checkpoint.schedule import Every
 from ..core.errors import OptionError
-from ..core.every import Every
 from ..core.window import positive
 from .task import FRAMEWORKS, Task
 

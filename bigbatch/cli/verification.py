@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..core.verification import Verification
+from ..core.verify.result import Verification
 from .config import Config
 
 

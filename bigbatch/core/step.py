@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .checkpoint.files import write_whole
 from .errors import MissingExtraError, StateError
-from .files import write_whole
 from .weight import Reduction, Terms, as_terms, check_weight
 
 

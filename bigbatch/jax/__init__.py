@@ -12,6 +12,6 @@ from .checkpoints import Checkpoints
 from .multi_steps import multi_steps
 from .padding import pad
 from .value_and_grad import grad, value_and_grad
-from .verify import verify
+from .verify.verify import verify
 
 __all__ = ["Checkpoints", "grad", "multi_steps", "pad", "value_and_grad", "verify"]

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.checkpoint.loop import Resumable
+from ..core.checkpoint.serialize import Array
+from ..core.checkpoint.serialize import as_array as of_numpy
 from ..core.errors import OptionError, OrderError, StateError
-from ..core.resume import Resumable
 from ..core.step import History
-from ..core.tree import Array
-from ..core.tree import as_array as of_numpy
-from .arguments import is_typed_key
+from .batch import is_typed_key
 
 
 class Checkpoints(Resumable):

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .arguments import Arrays, Form, is_typed_key, num_rows
-from .mesh import Axes
+from .batch import Arrays, Form, is_typed_key, num_rows
+from .distributed import Axes
 
 Rng = Literal["per_micro_batch", "per_sample"] | None
 

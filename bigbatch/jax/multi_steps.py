@@ -11,7 +11,7 @@ import optax
 from ..core.errors import GradientError, LossError, OptionError, StateError, WeightError
 from ..core.weight import Reduction, check_reduction, check_weight, is_number
 from ..core.window import positive
-from .arguments import is_real, is_traced
+from .batch import is_real, is_traced
 
 NonFinite = Literal["window", "micro_batch", "keep"]
 Steps = int | Callable[[jax.Array], Any]

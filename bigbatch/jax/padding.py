@@ -8,7 +8,7 @@ import numpy as np
 
 from ..core.errors import BatchError
 from ..core.window import positive
-from .arguments import check_rows
+from .batch import check_rows
 
 
 def pad(batch: Any, multiple: int) -> tuple[Any, Any]:

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 from ..core.errors import OptionError
 from ..core.weight import Reduction, check_reduction
 from ..core.window import positive
-from .arguments import Arrays, Form, as_numbers, is_traced, num_rows, take_apart
-from .keys import Rng, for_samples
-from .mesh import (
+from .aux import Asked
+from .batch import Arrays, Form, as_numbers, is_traced, num_rows, take_apart
+from .distributed import (
     Axes,
     Placement,
     Shard,
@@ -29,7 +29,7 @@ from .mesh import (
     spread,
     varying,
 )
-from .outputs import Asked
+from .keys import Rng, for_samples
 from .window import Loss, Result, Run, Window
 
 __all__ = ["grad", "value_and_grad"]

@@ -10,12 +10,12 @@ from jax import lax
 
 from ..core.errors import LossError
 from ..core.weight import Reduction, as_terms, check_terms, is_number
-from .arguments import Arrays, Form, checked_weight, num_rows
+from .aux import Asked, Combine, combine
+from .batch import Arrays, Form, checked_weight, num_rows
+from .distributed import Axes, Shard, vary, varying
 from .keys import Rng, for_micro_batch
-from .mesh import Axes, Shard, vary, varying
-from .outputs import Asked, Combine, combine
-from .time_major import warn_if_recurrent
-from .uncut import check_uncut
+from .verify.time_major import warn_if_recurrent
+from .verify.uncut import check_uncut
 
 Loss = Callable[..., Any]
 Body = Callable[[Any, Any, int], tuple[Any, list[Any]]]

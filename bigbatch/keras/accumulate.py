@@ -6,7 +6,7 @@ import keras
 
 from ..core.window import positive
 from . import checks
-from .step import FitStep
+from .backends.step import FitStep
 
 Model = TypeVar("Model")
 
@@ -48,15 +48,15 @@ def step_class() -> type[FitStep]:
     """The step of the backend that Keras runs on, which is imported here and not before."""
     match keras.backend.backend():
         case "tensorflow":
-            from .tensorflow_step import TensorFlowStep
+            from .backends.tensorflow import TensorFlowStep
 
             return TensorFlowStep
         case "jax":
-            from .jax_step import JAXStep
+            from .backends.jax import JAXStep
 
             return JAXStep
         case "torch":
-            from .torch_step import TorchStep
+            from .backends.torch import TorchStep
 
             return TorchStep
         case name:

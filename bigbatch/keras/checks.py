@@ -50,7 +50,7 @@ def check_model(model: Any) -> None:
 
 def check_train_step(model: Any) -> None:
     """Refuses models whose step is not Keras's own: nobody can tell what is in it."""
-    from .step import FitStep
+    from .backends.step import FitStep
 
     kind = type(model)
     own = kind.train_step is not keras.Model.train_step or ("train_step" in vars(model) and FitStep.of(model) is None)

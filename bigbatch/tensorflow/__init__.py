@@ -10,6 +10,6 @@ except ImportError as error:
 from .accumulator import Accumulator
 from .checkpoints import Checkpoints
 from .train import train_with_accumulation
-from .verify import verify
+from .verify.verify import verify
 
 __all__ = ["Accumulator", "Checkpoints", "train_with_accumulation", "verify"]

@@ -12,14 +12,16 @@ from ..core.options import Fixed, Option, check_callable, check_size
 from ..core.step import Step
 from ..core.weight import Reduction, check_reduction
 from ..core.window import AccumulationSteps, Window, check_lists
-from . import checks, nest, replicas
+from . import batch as nest
+from . import checks
 from .checks import WEIGHT
+from .distributed import replicas
+from .distributed.is_mean import check_is_mean
+from .distributed.one_replica import Share, one_replica
 from .gradients import Gradient
 from .graphs import Graphs
-from .is_mean import check_is_mean
-from .one_replica import Share, one_replica
-from .open_window import OpenWindow
-from .outcome import OnNonFinite, Outcome
+from .nonfinite import OnNonFinite, Outcome
+from .partial_window import OpenWindow
 from .update import Update
 from .window import WindowGraph
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from ..core.checkpoint.loop import Resumable
 from ..core.errors import OrderError, StateError
-from ..core.resume import Resumable
 from ..core.step import History
 from ..core.window import stream_of
 from .accumulator import Accumulator

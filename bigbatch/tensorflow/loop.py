@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from . import nest
+from . import batch as nest
 
 Add = Callable[[Any, list[Any], Any], Any]
 """(number, micro-batch, carry) -> carry"""

@@ -5,7 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from . import gradients, replicas
+from . import gradients
+from .distributed import replicas
 from .gradients import Gradient
 
 

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from ..core.errors import OptionError
 from .checks import name_of
+from .distributed.replicas import as_tf_variable
 from .gradients import Gradient
-from .replicas import as_tf_variable
 
 
 class Optimizer:

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from . import gradients, replicas
+from . import gradients
 from .checks import WEIGHT
+from .distributed import replicas
 from .gradients import Gradient
 from .graphs import Graphs
 from .window import reduced

@@ -11,12 +11,14 @@ from ..core.errors import LossError
 from ..core.options import Option, check_clip
 from ..core.step import Step
 from ..core.weight import Reduction, from_terms
-from . import checks, gradients, replicas, users
+from . import checks, gradients
+from . import exclusive as users
 from .checks import WEIGHT
+from .distributed import replicas
 from .gradients import Gradient
 from .internals import is_for_xla
+from .nonfinite import Outcome
 from .optimizer import Optimizer
-from .outcome import Outcome
 
 SKIPPED = "bigbatch: a step was skipped, since its gradient is not finite; no variable was changed"
 

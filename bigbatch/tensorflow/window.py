@@ -7,12 +7,14 @@ import tensorflow as tf
 
 from ..core.errors import WeightError
 from ..core.weight import Reduction, Terms, as_terms, check_weight
-from . import gradients, loop, memory, nest, replicas
+from . import batch as nest
+from . import gradients, loop, memory
 from .checks import WEIGHT, added_up, checked, checked_loss
+from .distributed import replicas
+from .distributed.one_replica import Share, one_replica
 from .gradients import Gradient
 from .internals import converted
 from .loop_sums import is_kept_sparse, sums_for
-from .one_replica import Share, one_replica
 from .optimizer import Optimizer
 
 

@@ -10,7 +10,7 @@ except ImportError as error:
 from .accumulator import Accumulator
 from .checkpoints import Checkpoints
 from .train import train_with_accumulation
-from .verify import verify
+from .verify.verify import verify
 from .window import MicroBatch
 
 __all__ = ["Accumulator", "Checkpoints", "MicroBatch", "train_with_accumulation", "verify"]

@@ -10,26 +10,23 @@ from torch.amp import GradScaler
 from ..core.errors import BatchError, Interrupted, OptionError, OrderError, StateError
 from ..core.options import Fixed, Option, check_callable, check_size
 from ..core.step import Step
-from ..core.weight import (
-    Reduction,
-    check_reduction,
-    totals,
-)
+from ..core.weight import Reduction, check_reduction, totals
 from ..core.window import AccumulationSteps, Window
-from . import checks, nest
-from .agreement import Share
-from .capture import capture_for
-from .captured_optimizer import CapturedOptimizer
+from . import batch as nest
+from . import checks
+from .capture.capture import capture_for
+from .capture.optimizer import CapturedOptimizer
+from .distributed.detect import replicas_of
+from .distributed.ranks import Reduce
+from .distributed.totals import Share
 from .feeding import Feeding
 from .gradients import Gradients
 from .nonfinite import NonFinite, OnNonFinite
 from .passes import Loss
 from .precision import Precision
-from .replicas import Reduce
-from .saving import like_its_own, packed, unpacked
-from .sharing import replicas_of
-from .time_major import TimeAxis
+from .state import like_its_own, packed, unpacked
 from .transfer import Transfer
+from .verify.time_major import TimeAxis
 from .weight import Weight, weigh
 from .window import OpenWindow
 

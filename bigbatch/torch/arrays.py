@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.checkpoint.serialize import STORED, Array
 from ..core.errors import StateError
-from ..core.tree import STORED, Array
 
 VIEWS = {2: torch.uint16, 1: torch.uint8}
 SPARSE = "sparse tensor"

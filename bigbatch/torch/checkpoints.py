@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.checkpoint.loop import Resumable
 from ..core.errors import OptionError, StateError
-from ..core.resume import Resumable
 from ..core.step import History
 from ..core.window import stream_of
 from .accumulator import Accumulator

@@ -11,11 +11,12 @@ from ..core.options import Option, check_callable, check_steps
 from ..core.step import Step
 from ..core.weight import Tally, Terms, as_terms, check_weight, scales, times, totals
 from ..core.window import steps_at
-from . import arithmetic, checks
-from .agreement import Agreement, Share
-from .arithmetic import Sums
+from . import checks
+from . import sums as arithmetic
+from .distributed.totals import Agreement, Share
 from .passes import Passes
 from .precision import is_low
+from .sums import Sums
 from .weight import check_all, on_host, read
 from .window import MicroBatch, OpenWindow, values_of
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..core.errors import GradientError
 from . import hooks
-from .arithmetic import Sums, plain
-from .collection import HAS_GRAD_DTYPE, Collection, clear, set_grad_dtype
-from .shards import is_sharded
+from .distributed.shards import is_sharded
+from .gradient_buffer import HAS_GRAD_DTYPE, Collection, clear, set_grad_dtype
+from .sums import Sums, plain
 
 _promoted = functools.cache(torch.promote_types)
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)

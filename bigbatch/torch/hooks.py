@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..core.errors import GradientError
-from .shards import is_sharded
+from .distributed.shards import is_sharded
 
 # Where torch (2.4 to 2.13) keeps them: a dict, or None. It is changed in place, because that is what the handles know.
 BEFORE = attrgetter("_backward_hooks")

@@ -8,7 +8,7 @@ from ..core.errors import BigBatchWarning, NonFiniteError, OrderError
 from ..core.options import Option, check_on_nonfinite
 from ..core.weight import Terms
 from ..core.window import positive
-from .saving import like_its_own
+from .state import like_its_own
 
 OnNonFinite = Literal["skip", "raise", "stop"]
 REMEDY = "look at the data of that step, lower the learning rate, or clip the gradient"

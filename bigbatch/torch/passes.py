@@ -11,14 +11,16 @@ from ..core.errors import Interrupted
 from ..core.options import Fixed
 from ..core.step import Step
 from ..core.weight import Terms, times
-from . import arithmetic, checks, nest
-from .agreement import Agreed
-from .capture import Capture
-from .collection import Collection
+from . import batch as nest
+from . import checks
+from . import sums as arithmetic
+from .capture.capture import Capture
+from .distributed.totals import Agreed
+from .gradient_buffer import Collection
 from .precision import is_low
-from .time_major import TimeAxis
 from .transfer import Transfer
 from .update import Update
+from .verify.time_major import TimeAxis
 from .weight import Scales
 from .window import OpenWindow, values_of
 

@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 
 from ..core.errors import OptionError
 from ..core.weight import Terms, as_terms
-from .arithmetic import Sums
+from .sums import Sums
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LOW = (torch.bfloat16, torch.float16)

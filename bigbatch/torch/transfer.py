@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import nest
+from . import batch as nest
 
 NUM_SLOTS = 2
 

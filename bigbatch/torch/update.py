@@ -12,18 +12,18 @@ from ..core.errors import GradientError, LossError
 from ..core.options import Fixed, Option, check_clip
 from ..core.step import Step
 from ..core.weight import Reduction, Terms, from_terms
-from . import arithmetic
-from .agreement import Agreement
-from .arithmetic import Sums
-from .captured_optimizer import CapturedOptimizer
+from . import sums as arithmetic
+from .capture.optimizer import CapturedOptimizer
 from .checks import check_scheduler
-from .collection import clear
+from .distributed.ranks import Replicas
+from .distributed.totals import Agreement
+from .exclusive import Turns
+from .gradient_buffer import clear
 from .gradients import Gradients
 from .nonfinite import NonFinite, OnNonFinite, place_in, place_of
-from .outcome import Later, Outcome, can_be_skipped_on_device
 from .precision import Precision
-from .replicas import Replicas
-from .turns import Turns
+from .step_result import Later, Outcome, can_be_skipped_on_device
+from .sums import Sums
 
 
 class Update:

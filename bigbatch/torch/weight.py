@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..core.errors import WeightError
 from ..core.weight import Reduction, Terms, as_plain, as_terms, check_terms, check_weight, scales, totals
-from .agreement import Agreed
+from .distributed.totals import Agreed
 
 Weight = Callable[[Any], Any]
 SUMMED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}

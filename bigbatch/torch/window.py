@@ -11,10 +11,10 @@ from torch import Tensor
 from ..core.errors import OrderError, StateError
 from ..core.step import Step
 from ..core.weight import Reduction, Tally, Terms, from_terms, is_number, weighted
-from . import arithmetic
-from .arithmetic import Sums
+from . import sums as arithmetic
+from .distributed.shards import like, local
 from .gradients import Gradients
-from .shards import like, local
+from .sums import Sums
 from .weight import read
 
 FAR = 2.0**40

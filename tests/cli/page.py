@@ -4,7 +4,7 @@ import json
 import re
 from html.parser import HTMLParser
 
-from bigbatch.cli.report import write_report
+from bigbatch.cli.report.page import write_report
 
 
 class Page(HTMLParser):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from bigbatch.cli import randomness
-from bigbatch.cli.batches import Batches
 from bigbatch.cli.config import Config
+from bigbatch.cli.run import randomness
+from bigbatch.cli.run.batches import Batches
 from bigbatch.cli.task import Task
 
 NUMBERS = list(range(23))

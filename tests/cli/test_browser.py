@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from bigbatch.cli.report import write_report
+from bigbatch.cli.report.page import write_report
 
 from .page import summary_of
 from .runs import fail, write_run

@@ -12,12 +12,12 @@ from torch import nn
 
 from bigbatch import Interrupted, StateError
 from bigbatch.cli.config import Config
-from bigbatch.cli.folder import RunFolder
-from bigbatch.cli.ranks import Ranks
+from bigbatch.cli.engines.torch import TorchEngine
+from bigbatch.cli.run.folder import RunFolder
+from bigbatch.cli.run.ranks import Ranks
 from bigbatch.cli.task import Task
-from bigbatch.cli.torch_engine import TorchEngine
-from bigbatch.core.checkpoint import Store
-from bigbatch.core.tree import from_bytes, to_bytes
+from bigbatch.core.checkpoint.serialize import from_bytes, to_bytes
+from bigbatch.core.checkpoint.store import Store
 from bigbatch.torch.arrays import from_array, to_array
 
 from .command import BIGBATCH, environment, run, train, write_task

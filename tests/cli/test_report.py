@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from bigbatch.cli.report import names_of, read_run, write_report
+from bigbatch.cli.report.page import names_of, read_run, write_report
 
 from .page import Page, assert_readable, assert_same_numbers, report, summary_of
 from .runs import VERIFICATION, fail, write_run

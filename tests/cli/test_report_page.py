@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from bigbatch import OptionError, StateError
-from bigbatch.cli import plots
-from bigbatch.cli.report import write_report
-from bigbatch.cli.report_text import count, difference, duration, number, size
+from bigbatch.cli.report import plots
+from bigbatch.cli.report.page import write_report
+from bigbatch.cli.report.text import count, difference, duration, number, size
 
 from .page import Page, report
 from .runs import VERIFICATION, write_run

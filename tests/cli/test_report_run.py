@@ -4,7 +4,7 @@ import math
 import pytest
 
 from bigbatch import StateError
-from bigbatch.cli.report import read_run, write_report
+from bigbatch.cli.report.page import read_run, write_report
 
 from .runs import VERIFICATION, write_run
 

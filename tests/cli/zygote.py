@@ -18,11 +18,17 @@ from importlib import import_module
 from typing import Any
 
 PRELOADED = {
-    "torch": ["torch", "torch._dynamo", "sklearn.datasets", "bigbatch.torch", "bigbatch.cli.torch_engine"],
+    "torch": ["torch", "torch._dynamo", "sklearn.datasets", "bigbatch.torch", "bigbatch.cli.engines.torch"],
     "tensorflow": ["tensorflow", "keras", "sklearn.datasets", "bigbatch.tensorflow", "bigbatch.keras"],
-    "jax": ["jax", "optax", "flax.nnx", "sklearn.datasets", "bigbatch.jax", "bigbatch.cli.jax_engine"],
+    "jax": ["jax", "optax", "flax.nnx", "sklearn.datasets", "bigbatch.jax", "bigbatch.cli.engines.jax"],
 }
-EVERYWHERE = ["bigbatch.cli.app", "bigbatch.cli.train", "bigbatch.cli.report", "matplotlib.pyplot", "safetensors.numpy"]
+EVERYWHERE = [
+    "bigbatch.cli.app",
+    "bigbatch.cli.run.train",
+    "bigbatch.cli.report.page",
+    "matplotlib.pyplot",
+    "safetensors.numpy",
+]
 
 
 class Zygote:

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from bigbatch import BigBatchWarning, MissingExtraError, OptionError, StateError
-from bigbatch.core.checkpoint import ARRAYS, MANIFEST, STATE, Store, manifest_of, signed
-from bigbatch.core.every import Every
-from bigbatch.core.tree import from_bytes, packed, to_bytes, to_json, to_safetensors
+from bigbatch.core.checkpoint.schedule import Every
+from bigbatch.core.checkpoint.serialize import from_bytes, packed, to_bytes, to_json, to_safetensors
+from bigbatch.core.checkpoint.store import ARRAYS, MANIFEST, STATE, Store, manifest_of, signed
 from tests.examples import examples
 
 FILES = (MANIFEST, STATE, ARRAYS, "history.jsonl")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bigbatch.core.nature import nature
+from bigbatch.core.verify.linearity import nature
 
 SIZE = 40
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bigbatch.core.sketch import SIZE, sizes_of, sketch
+from bigbatch.core.verify.sketch import SIZE, sizes_of, sketch
 
 
 def gradient(seed, *shapes):

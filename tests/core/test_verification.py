@@ -3,7 +3,7 @@ import math
 import pytest
 
 from bigbatch import Verification
-from bigbatch.core.verification import FLOOR, judge, relative_error
+from bigbatch.core.verify.result import FLOOR, judge, relative_error
 
 # --- the verdict -----------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bigbatch.core.checkpoint import Store
+from bigbatch.core.checkpoint.store import Store
 
 
 def differences(one, other):

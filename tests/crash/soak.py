@@ -122,8 +122,8 @@ def main():
     is_forked = given.framework == "torch"
     if is_forked:
         import bigbatch.cli.app  # once for all processes
-        import bigbatch.cli.torch_engine
-        import bigbatch.cli.train  # noqa: F401
+        import bigbatch.cli.engines.torch
+        import bigbatch.cli.run.train  # noqa: F401
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         # XLA compiles in the undisturbed run; those that are killed find what it compiled

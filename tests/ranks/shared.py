@@ -11,7 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Step, Window
-from bigbatch.torch import Accumulator, nest
+from bigbatch.torch import Accumulator
+from bigbatch.torch import batch as nest
 from tests import problems
 from tests.problems import Problem
 from tests.torch.training import Batch, flat, make_loss, make_model, make_weight, sgd

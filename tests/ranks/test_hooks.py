@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 
 from bigbatch import GradientError, RankError
 from bigbatch.torch import Accumulator
-from bigbatch.torch.shards import local
+from bigbatch.torch.distributed.shards import local
 from tests.torch.training import flat, make_loss, make_model, sgd
 
 from .shared import FEED, MICRO_BATCH_SIZE, Work, error_of, whole, wrapped

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import BigBatchWarning, Window
-from bigbatch.torch import Accumulator, nest
+from bigbatch.torch import Accumulator
+from bigbatch.torch import batch as nest
 from tests.torch.training import flat
 
 from .shared import sharded, whole

@@ -11,7 +11,7 @@ import tf_keras
 
 from bigbatch import OptionError, Window
 from bigbatch.tensorflow import Accumulator
-from bigbatch.tensorflow.replicas import as_tf_variable
+from bigbatch.tensorflow.distributed.replicas import as_tf_variable
 
 from .training import mirrored
 

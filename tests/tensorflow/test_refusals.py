@@ -9,16 +9,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from bigbatch import (
-    BatchError,
-    BigBatchError,
-    GradientError,
-    LossError,
-    OptionError,
-    OrderError,
-    WeightError,
-    Window,
-)
+from bigbatch import BatchError, BigBatchError, GradientError, LossError, OptionError, OrderError, WeightError, Window
 from bigbatch.tensorflow import Accumulator
 from tests.tensorflow.test_accumulator import (
     add,

@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 
 from bigbatch import OrderError, Window
-from bigbatch.tensorflow import Accumulator, users
+from bigbatch.tensorflow import Accumulator
+from bigbatch.tensorflow import exclusive as users
 from bigbatch.tensorflow.sums import Sums
 from tests.tensorflow.test_accumulator import (
     add,

@@ -6,8 +6,8 @@ from torch import nn
 
 from bigbatch import CaptureError, OptionError
 from bigbatch.torch import Accumulator
-from bigbatch.torch.captured_optimizer import CapturedOptimizer, marked_capturable
-from bigbatch.torch.graph import rehearsed
+from bigbatch.torch.capture.graph import rehearsed
+from bigbatch.torch.capture.optimizer import CapturedOptimizer, marked_capturable
 
 
 def make(**options: object) -> Accumulator:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from bigbatch import BigBatchWarning, History, Interrupted, OptionError, OrderError, StateError, windows
-from bigbatch.core.checkpoint import Store
+from bigbatch.core.checkpoint.store import Store
 from bigbatch.torch import Accumulator, Checkpoints
 
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 54, 16, 3
@@ -448,7 +448,7 @@ def test_two_processes_in_one_folder(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loop.checkpoints.save(wait=True)
     code = (
-        "import sys; from bigbatch.core.checkpoint import Store\n"
+        "import sys; from bigbatch.core.checkpoint.store import Store\n"
         "try: Store(sys.argv[1]).load()\n"
         "except Exception as error: print(type(error).__name__, error)"
     )

@@ -11,7 +11,8 @@ from torch._functorch import config as functorch
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch import OptionError, Window
-from bigbatch.torch import Accumulator, collection, gradients
+from bigbatch.torch import Accumulator, gradients
+from bigbatch.torch import gradient_buffer as collection
 
 WAYS = ("batch", "micro_batch")
 Batch = tuple[Tensor, Tensor]

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch.torch import Accumulator, nest
+from bigbatch.torch import Accumulator
+from bigbatch.torch import batch as nest
 
 from .training import sgd
 

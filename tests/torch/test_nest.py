@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers.tokenization_utils_base import BatchEncoding
 
 from bigbatch import BatchError
-from bigbatch.torch.nest import batch_size, cut, leaves, map_tensors, share, tensors
+from bigbatch.torch.batch import batch_size, cut, leaves, map_tensors, share, tensors
 
 N = 7
 SIZES = [3, 3, 1]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch import BigBatchWarning, NonFiniteError
-from bigbatch.torch import Accumulator, arithmetic, update
-from bigbatch.torch.arithmetic import Sums
-from bigbatch.torch.outcome import Later, can_be_skipped_on_device
+from bigbatch.torch import Accumulator, update
+from bigbatch.torch import sums as arithmetic
+from bigbatch.torch.step_result import Later, can_be_skipped_on_device
+from bigbatch.torch.sums import Sums
 
 
 def skipped(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch.torch.surroundings import modules_of, surroundings
+from bigbatch.torch.capture.fingerprint import modules_of, surroundings
 
 from .training import alone
 

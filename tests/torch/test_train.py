@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from bigbatch import BatchError, OptionError
-from bigbatch.torch import nest, train_with_accumulation
+from bigbatch.torch import batch as nest
+from bigbatch.torch import train_with_accumulation
 from tests.problems import Problem, samples, tokens
 
 from .training import Run, adamw, flat, make_batches, make_loss, make_model, make_weight, sgd, warm_up

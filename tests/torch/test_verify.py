@@ -157,7 +157,7 @@ def test_dropout_of_zero_is_nothing_to_tell_of(rate: float) -> None:
 
 
 def test_negative_control_without_the_same_masks_dropout_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bigbatch.torch import replay
+    from bigbatch.torch.capture import replay
 
     monkeypatch.setattr(replay, "part_of", lambda *_: None)
     found = verify(classifier(nn.Dropout(0.4)), data(), loss, 16)
@@ -505,7 +505,7 @@ def test_what_is_no_loss_gets_the_accumulators_own_error(bad: Any, sentence: str
 
 def test_a_hook_that_acts_on_each_micro_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: an accumulator that ran hooks in every pass would not be certified."""
-    from bigbatch.torch import collection
+    from bigbatch.torch import gradient_buffer as collection
 
     model = classifier()
     model[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))

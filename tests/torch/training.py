@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Step, Window
-from bigbatch.torch import Accumulator, nest
+from bigbatch.torch import Accumulator
+from bigbatch.torch import batch as nest
 from tests.problems import IGNORED, VOCABULARY, Problem
 
 WAYS = ("batch", "window", "micro_batch")

@@ -2,7 +2,7 @@
 
 import torch
 
-from bigbatch.cli.train import Training
+from bigbatch.cli.run.train import Training
 from tests.crash.tasks.torch_task import batches, defaults, loss, model, optimizer  # noqa: F401
 
 resume = Training.resume

@@ -1,0 +1,144 @@
+"""What a run asks of a framework."""
+
+import random
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...core.checkpoint.serialize import Array, as_array
+from ...core.errors import MissingExtraError, OptionError
+from ...core.step import Step
+from ...core.verify.result import Verification
+from ..config import Config
+from ..errors import TaskError
+from ..run.ranks import Ranks
+from ..task import Task, their_own_errors
+
+EPSILON = 1e-5
+"""Of Adam where the task has no optimizer: with its usual 1e-8 a weight whose gradient vanishes moves by rounding."""
+
+ALONE = Ranks()
+
+
+class Engine(Protocol):
+    """A model, its optimizer, and the accumulation over batches."""
+
+    device: str
+
+    def step(self, batch: Any) -> Step:
+        """One step on a batch of the task."""
+
+    def set_lr(self, lr: float) -> None: ...
+
+    def num_samples(self, batch: Any) -> int: ...
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Everything that the model has learned, by name."""
+
+    def scores(self) -> dict[str, float]:
+        """What the task's evaluate says."""
+
+    def peak_bytes(self) -> int | None:
+        """What training added to the memory in use, at its peak."""
+
+    def to_array(self, value: Any) -> Array | None:
+        """An array of the framework, on the host; None of what is none."""
+
+    def from_array(self, array: Array) -> Any:
+        """The array as `load` wants it."""
+
+    def state(self) -> Any:
+        """All that is needed to go on, but for random numbers that everybody draws from."""
+
+    def load(self, state: Any) -> None:
+        """Takes up what `state` gave; refuses what does not fit before anything is changed."""
+
+    def interrupt(self) -> None:
+        """Ends the step that is under way, by `Interrupted`, where it can be gone on with in the middle."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the last step was the last, as --on-nonfinite stop wants it."""
+
+    def verify(self, batch: Any) -> Verification: ...
+
+
+class PlainEngine:
+    """What is the same where arrays are NumPy's, and a step is one compiled call."""
+
+    def to_array(self, value: Any) -> Array | None:
+        return as_array(value)
+
+    def from_array(self, array: Array) -> np.ndarray:
+        return array.numpy()
+
+    def interrupt(self) -> None:
+        pass
+
+    @property
+    def is_stopped(self) -> bool:
+        return False
+
+
+def make_engine(task: Task, config: Config, ranks: Ranks = ALONE) -> Engine:
+    """The engine of the task's framework, which is imported here and not before."""
+    random.seed(config.seed)
+    np.random.seed(config.seed)
+    try:
+        match task.framework:
+            case "torch":
+                from .torch import TorchEngine
+
+                return TorchEngine(task, config, ranks)
+            case "tensorflow":
+                from .tensorflow import TensorFlowEngine
+
+                return TensorFlowEngine(task, config)
+            case "jax":
+                from .jax import JaxEngine
+
+                return JaxEngine(task, config)
+            case _:
+                from .keras import KerasEngine
+
+                return KerasEngine(task, config)
+    except ModuleNotFoundError as error:
+        if error.name not in (task.framework, "optax"):
+            raise
+        raise MissingExtraError(f'{task.name} needs {error.name}: pip install "bigbatch[{task.framework}]"') from error
+
+
+def on_nonfinite(config: Config) -> dict[str, Any]:
+    """The option of an accumulator, if it is another than its own."""
+    return {} if config.on_nonfinite == "skip" else {"on_nonfinite": config.on_nonfinite}
+
+
+def refuse_nonfinite(task: Task, config: Config) -> None:
+    """For frameworks where such a step is left out, and no more."""
+    if config.on_nonfinite != "skip":
+        raise OptionError(
+            f"--on-nonfinite {config.on_nonfinite} is for torch and tensorflow, and {task.name} is a task of "
+            f"{task.framework}, where such a step is skipped: leave it out"
+        )
+
+
+def scores_of(task: Task, model: Any) -> dict[str, float]:
+    """What evaluate returned, as plain numbers."""
+    if task.evaluate is None:
+        return {}
+    with their_own_errors():
+        found = task.evaluate(model)
+    if not isinstance(found, Mapping):
+        raise TaskError(
+            f"evaluate() of {task.name} returned a {type(found).__name__}: return a dict such as {{'accuracy': 0.98}}"
+        )
+    return {str(name): float(value) for name, value in found.items()}
+
+
+def check_kind(task: Task, model: Any, kind: type) -> None:
+    if not isinstance(model, kind):
+        raise TaskError(
+            f"model() of {task.name} returned a {type(model).__name__}: return a {kind.__module__.split('.')[0]} "
+            f"{kind.__name__}"
+        )

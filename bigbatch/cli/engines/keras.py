@@ -1,0 +1,120 @@
+"""Tasks of Keras: a model that is compiled and fitted, step by step."""
+
+import inspect
+from typing import Any
+
+import keras
+import numpy as np
+
+from ...core.errors import OptionError
+from ...core.step import Step
+from ...core.verify.result import Verification
+from ...keras import accumulate, verify
+from ..config import Config
+from ..errors import TaskError
+from ..run import randomness
+from ..run.memory import HostPeak
+from ..task import Task, call_with, their_own_errors
+from .engine import EPSILON, PlainEngine, check_kind, refuse_nonfinite, scores_of
+from .keras_state import load_variables, state_of_variables
+
+POLICIES = {"float32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
+
+
+class KerasEngine(PlainEngine):
+    """As engine.py wants it. A step is a step of `fit`."""
+
+    def __init__(self, task: Task, config: Config) -> None:
+        self.task = task
+        if config.device not in (None, "cpu"):
+            raise OptionError(f"--device {config.device} is for torch and tensorflow: Keras takes its backend's own")
+        refuse_nonfinite(task, config)
+        self.device = f"{keras.backend.backend()}'s own"
+        keras.utils.set_random_seed(config.seed)
+        randomness.OfKeras.begin(config.seed)
+        keras.config.set_dtype_policy(POLICIES[config.precision])
+        self.micro_batch_size = config.micro_batch_size
+        self.model = self._make_model()
+        if not self.model.compiled:
+            optimizer = make_optimizer(task, self.model, config)
+            if config.clip_norm is not None:
+                inner(optimizer).global_clipnorm = config.clip_norm
+            self.model.compile(optimizer=optimizer, loss=task.loss)
+        with their_own_errors():
+            accumulate(self.model, config.micro_batch_size)
+        self._peak = HostPeak()
+
+    def _make_model(self) -> Any:
+        with their_own_errors():
+            model = self.task.model()
+        check_kind(self.task, model, keras.Model)
+        return model
+
+    def step(self, batch: Any) -> Step:
+        num = self.num_samples(batch)
+        before = int(inner(self.model.optimizer).iterations.numpy())
+        with their_own_errors():
+            self.model.reset_metrics()
+            loss = float(self.model.train_on_batch(*batch, return_dict=True)["loss"])
+        return Step(
+            terms=(loss,),
+            weight=num,
+            grad_norm=None,
+            num_micro_batches=-(-num // self.micro_batch_size),
+            micro_batch_size=self.micro_batch_size,
+            is_applied=int(inner(self.model.optimizer).iterations.numpy()) > before,
+        )
+
+    def set_lr(self, lr: float) -> None:
+        inner(self.model.optimizer).learning_rate = lr
+
+    def num_samples(self, batch: Any) -> int:
+        if not isinstance(batch, tuple) or not 2 <= len(batch) <= 3:
+            raise TaskError(
+                f"batches() of {self.task.name} gives a {type(batch).__name__}: give (x, y) or (x, y, sample_weight)"
+            )
+        return len(keras.tree.flatten(batch[0])[0])
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return weights_of(self.model)
+
+    def scores(self) -> dict[str, float]:
+        return scores_of(self.task, self.model)
+
+    def peak_bytes(self) -> int | None:
+        return self._peak.num_bytes()
+
+    def state(self) -> dict[str, Any]:
+        return state_of_variables(self.model, self.model.optimizer)
+
+    def load(self, state: dict[str, Any]) -> None:
+        load_variables(state, self.model, self.model.optimizer)
+
+    def verify(self, batch: Any) -> Verification:
+        self.num_samples(batch)  # checks its form
+        with their_own_errors():
+            return verify(self.model, *batch, micro_batch_size=self.micro_batch_size)
+
+
+def make_optimizer(task: Task, model: Any, config: Config) -> Any:
+    """The task's, or Adam; scaled for float16."""
+    lr = config.scaled_lr
+    if task.optimizer is None:
+        optimizer = keras.optimizers.Adam(lr, epsilon=EPSILON)
+    else:
+        with their_own_errors():
+            optimizer = call_with(task.optimizer, {"model": model, "lr": lr})
+        if "lr" not in inspect.signature(task.optimizer).parameters:
+            inner(optimizer).learning_rate = lr
+    if config.precision == "fp16" and not hasattr(optimizer, "inner_optimizer"):
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    return optimizer
+
+
+def inner(optimizer: Any) -> Any:
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def weights_of(model: Any) -> dict[str, np.ndarray]:
+    """By path; not the seeds of random layers."""
+    return {getattr(v, "path", v.name): np.asarray(v) for v in getattr(model, "weights", model.variables)}

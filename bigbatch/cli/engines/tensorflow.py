@@ -1,0 +1,95 @@
+"""Tasks of TensorFlow."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ...core.errors import OptionError
+from ...core.step import Step
+from ...core.verify.result import Verification
+from ...tensorflow import Accumulator, verify
+from ...tensorflow import batch as nest
+from ..config import Config
+from ..run import randomness
+from ..run.memory import HostPeak
+from ..task import Task, their_own_errors
+from .engine import PlainEngine, check_kind, on_nonfinite, scores_of
+from .keras import POLICIES, inner, make_optimizer, weights_of
+from .keras_state import load_variables, state_of_variables
+
+
+class TensorFlowEngine(PlainEngine):
+    """As engine.py wants it."""
+
+    def __init__(self, task: Task, config: Config) -> None:
+        self.task = task
+        self.device = device_of(config.device)
+        keras.utils.set_random_seed(config.seed)
+        randomness.OfKeras.begin(config.seed)
+        tf.random.set_global_generator(tf.random.Generator.from_seed(config.seed))  # else its seed is another each time
+        keras.config.set_dtype_policy(POLICIES[config.precision])
+        with tf.device(self.device), their_own_errors():
+            self.model = task.model()
+        check_kind(task, self.model, tf.Module if not isinstance(self.model, keras.Model) else keras.Model)
+        self.optimizer = make_optimizer(task, self.model, config)
+        self.micro_batch_size = config.micro_batch_size
+        with tf.device(self.device):
+            self.accumulator = Accumulator(
+                self.model,
+                self.optimizer,
+                task.loss,
+                micro_batch_size=config.micro_batch_size,
+                weight=task.weight,
+                clip_norm=config.clip_norm,
+                **on_nonfinite(config),
+            )
+        self._peak = HostPeak()
+
+    def step(self, batch: Any) -> Step:
+        with tf.device(self.device), their_own_errors():
+            return self.accumulator.step(batch)
+
+    def set_lr(self, lr: float) -> None:
+        inner(self.optimizer).learning_rate = lr
+
+    def num_samples(self, batch: Any) -> int:
+        return nest.batch_size(nest.Layout(batch))
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return weights_of(self.model)
+
+    def scores(self) -> dict[str, float]:
+        return scores_of(self.task, self.model)
+
+    def peak_bytes(self) -> int | None:
+        if "GPU" in self.device:
+            return int(tf.config.experimental.get_memory_info(self.device)["peak"])
+        return self._peak.num_bytes()
+
+    def state(self) -> dict[str, Any]:
+        state = state_of_variables(self.model, self.optimizer)
+        return {**state, "num_steps": int(self.accumulator.num_steps.numpy())}
+
+    def load(self, state: dict[str, Any]) -> None:
+        load_variables(state, self.model, self.optimizer)
+        self.accumulator.num_steps.assign(state["num_steps"])
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.accumulator.is_stopped
+
+    def verify(self, batch: Any) -> Verification:
+        with tf.device(self.device), their_own_errors():
+            return verify(self.model, batch, self.task.loss, self.micro_batch_size, weight=self.task.weight)
+
+
+def device_of(name: str | None) -> str:
+    names = {device.device_type: device.name for device in tf.config.list_logical_devices()}
+    if name is None:
+        return names.get("GPU", names["CPU"]).replace("/device:", "/")
+    wanted = {"cuda": "GPU", "gpu": "GPU", "cpu": "CPU"}.get(name.lower(), name)
+    if wanted not in names:
+        raise OptionError(f"--device {name} cannot be used here: TensorFlow sees {', '.join(sorted(names))}")
+    return names[wanted].replace("/device:", "/")

@@ -1,0 +1,167 @@
+"""Tasks of PyTorch."""
+
+import copy
+import inspect
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import default_convert
+
+from ...core.checkpoint.serialize import Array
+from ...core.errors import OptionError
+from ...core.step import Step
+from ...core.verify.result import Verification
+from ...core.weight import as_terms
+from ...torch import Accumulator, verify
+from ...torch import batch as nest
+from ...torch.arrays import from_array, to_array, with_sparse, without_sparse
+from ...torch.checkpoints import load_optimizer
+from ..config import Config
+from ..errors import TaskError
+from ..run import randomness
+from ..run.memory import HostPeak
+from ..run.ranks import Ranks
+from ..task import Task, call_with, their_own_errors
+from .engine import EPSILON, check_kind, on_nonfinite, scores_of
+from .torch_state import check_model, check_optimizer
+
+
+class TorchEngine:
+    """As engine.py wants it."""
+
+    def __init__(self, task: Task, config: Config, ranks: Ranks) -> None:
+        self.task, self.ranks, self.seed = task, ranks, config.seed
+        self._device = ranks.join(device_of(config.device))
+        self.device = str(self._device)
+        torch.manual_seed(config.seed)
+        with their_own_errors():
+            self.model = task.model()
+        check_kind(task, self.model, nn.Module)
+        self.model.to(self._device)
+        self.optimizer = self._make_optimizer(config.scaled_lr)
+        self._lrs = [group["lr"] / config.scaled_lr for group in self.optimizer.param_groups]
+        self.micro_batch_size = config.micro_batch_size
+        self.accumulator = Accumulator(
+            ranks.together(self.model),
+            self.optimizer,
+            task.loss,
+            micro_batch_size=config.micro_batch_size,
+            weight=task.weight,
+            clip_norm=config.clip_norm,
+            precision=None if config.precision == "float32" else config.precision,
+            **on_nonfinite(config),
+        )
+        self._peak: HostPeak | None = None
+
+    def _make_optimizer(self, lr: float) -> torch.optim.Optimizer:
+        if self.task.optimizer is None:
+            return torch.optim.AdamW(self.model.parameters(), lr, eps=EPSILON)
+        with their_own_errors():
+            optimizer = call_with(self.task.optimizer, {"model": self.model, "lr": lr})
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TaskError(
+                f"optimizer() of {self.task.name} returned a {type(optimizer).__name__}: return a torch.optim.Optimizer"
+            )
+        if "lr" not in inspect.signature(self.task.optimizer).parameters:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        return optimizer
+
+    def step(self, batch: Any) -> Step:
+        batch = self._on_device(self.ranks.share(default_convert(batch)))
+        if self._peak is None:
+            self._warm_up(batch)
+            self._peak = HostPeak()
+            if self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
+                self._before = torch.cuda.memory_allocated(self._device)
+        with their_own_errors(), self.ranks.own_random(self.seed, self.accumulator.num_steps):
+            return self.accumulator.step(batch)
+
+    def _warm_up(self, batch: Any) -> None:
+        """Two samples through a copy of the model: what libraries keep for themselves is not the training's memory."""
+        with suppress(Exception), randomness.kept():  # what is wrong will show in the step
+            found = self.task.loss(copy.deepcopy(self.model), nest.cut(batch, 2)[0][0])
+            torch.autograd.backward(list(as_terms(found)))
+
+    def _on_device(self, batch: Any) -> Any:
+        return nest.map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
+
+    def set_lr(self, lr: float) -> None:
+        """Groups whose rates differ keep their ratios."""
+        for group, ratio in zip(self.optimizer.param_groups, self._lrs, strict=True):
+            group["lr"] = lr * ratio
+
+    def num_samples(self, batch: Any) -> int:
+        return nest.batch_size(default_convert(batch))
+
+    def weights(self) -> dict[str, np.ndarray]:
+        found = self.model.state_dict().items()
+        return {name: weight_of(value) for name, value in found if isinstance(value, torch.Tensor)}
+
+    def scores(self) -> dict[str, float]:
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return scores_of(self.task, self.model)
+        finally:
+            self.model.train()
+
+    def peak_bytes(self) -> int | None:
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device) - self._before)
+        return None if self._peak is None else self._peak.num_bytes()
+
+    def to_array(self, value: Any) -> Array | None:
+        return to_array(value)
+
+    def from_array(self, array: Array) -> torch.Tensor:
+        return from_array(array)
+
+    def state(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "accumulator": self.accumulator}
+        state: dict[str, Any] = without_sparse({name: part.state_dict() for name, part in parts.items()})
+        return state
+
+    def load(self, state: dict[str, Any]) -> None:
+        state = with_sparse(state)
+        check_model(self.model.state_dict(), state["model"])
+        check_optimizer(self.optimizer.state_dict(), state["optimizer"])
+        self.accumulator.load_state_dict(state["accumulator"])  # checks for itself
+        self.model.load_state_dict(state["model"])
+        load_optimizer(self.optimizer, state["optimizer"])
+
+    def interrupt(self) -> None:
+        self.accumulator.interrupt()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.accumulator.is_stopped
+
+    def verify(self, batch: Any) -> Verification:
+        batch = self._on_device(default_convert(batch))
+        with their_own_errors():
+            return verify(self.model, batch, self.task.loss, self.micro_batch_size, weight=self.task.weight)
+
+
+def weight_of(tensor: torch.Tensor) -> np.ndarray:
+    """For the file of weights: dense, and in a type that NumPy and safetensors have."""
+    tensor = tensor.detach().cpu().to_dense()
+    if tensor.dtype is torch.complex128:
+        return torch.view_as_real(tensor.resolve_conj()).numpy()
+    is_known = not tensor.is_floating_point() or tensor.dtype in (torch.float16, torch.float32, torch.float64)
+    return (tensor if is_known else tensor.float()).numpy()
+
+
+def device_of(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(f"--device {name} cannot be used here ({str(error).splitlines()[0]}): pass cpu") from error
+    return device

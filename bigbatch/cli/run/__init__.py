@@ -1,0 +1,1 @@
+"""A training run on the command line, with its folder, its display and its signals."""

@@ -1,0 +1,223 @@
+"""A loop over epochs of batches that can be stopped anywhere and taken up again."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from ..errors import BigBatchError, OptionError, StateError
+from ..step import History
+from ..window import positive, stream_of, windows
+from . import random
+from .schedule import Every
+from .serialize import Array, as_array
+from .store import Store
+
+Item = TypeVar("Item")
+HISTORY = "history.jsonl"
+
+
+class Resumable:
+    """What the checkpoints of all frameworks have in common: the place in the data, random numbers, the history.
+
+    A child says what the state is: `_state()`, and `_load(state, files)`, which changes all of it or nothing; and by
+    `_progress()` whether anything was trained since it was asked before.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every: int | str | None = "10min",
+        keep: int = 2,
+        history: History | None = None,
+        to_array: Callable[[Any], Array | None] = as_array,
+        from_array: Callable[[Array], Any] = Array.numpy,
+    ) -> None:
+        self._every = Every(every)
+        self._store = Store(folder, keep=keep, to_array=to_array, from_array=from_array)
+        self.history = history
+        self.num_batches = 0
+        """How many batches are done, of all epochs."""
+        self.epoch = self.place = 0
+        """The epoch, and how many of its batches are done."""
+        self._at_epoch: Any = None
+        self._at_batch: Any = None
+        """Random numbers from before the epoch, and from before the batch in hand."""
+        self._now: Any = None
+        """Random numbers to go on with, once what is done was gone through."""
+        self._before: Any = None
+        """How far training was when the loop got the batch that it has in hand; None if it has none."""
+        self._data: Any = None
+        self._is_restored = False
+
+    # --- the framework's -----------------------------------------------------------------------------------
+
+    def _state(self) -> tuple[Any, Mapping[str, bytes]]:
+        """What is trained: a tree, and files."""
+        raise NotImplementedError
+
+    def _load(self, state: Any, files: Mapping[str, bytes]) -> None:
+        raise NotImplementedError
+
+    def _progress(self) -> Any:
+        """Something that is another one after every batch that was trained on; it waits for no device."""
+        raise NotImplementedError
+
+    def _random(self, data: Any) -> dict[str, Any]:
+        """Where random numbers are, and in which step windows whose length varies."""
+        return {**random.state(), "step": data.next_step if isinstance(data, windows) else None}
+
+    def _set_random(self, found: dict[str, Any], data: Any) -> None:
+        random.restore(found)
+        if isinstance(data, windows) and found.get("step") is not None:
+            data.next_step = found["step"]
+
+    # --- saving --------------------------------------------------------------------------------------------
+
+    def save(self, *, wait: bool = False) -> None:
+        """A checkpoint now: copied at once, written while training goes on.
+
+        In the loop, or after it was left, the batch in hand counts as done if it was trained on to its end.
+        """
+        self._count_if_trained()
+        self._every.saved(self.num_batches)
+        try:
+            trained, files = self._state()
+        except OSError as error:  # of a framework that writes its state by itself
+            if wait:
+                raise
+            self._store.tell(error)
+            return
+        state = {
+            "trained": trained,
+            "place": [self.epoch, self.place, self.num_batches],
+            "random": self._random(self._data),
+            "random_of_epoch": self._at_epoch,
+            "random_of_batch": None if self._before is None else self._at_batch,
+        }
+        own = {} if self.history is None else {HISTORY: self.history.to_lines()}
+        self._store.save(self.num_batches, state, {**files, **own}, wait=wait)
+
+    def _restore(self) -> bool:
+        """Takes up the newest checkpoint that is whole; False if there is none."""
+        self._is_restored = True
+        found = self._store.load()
+        if found is None:
+            return False
+        try:
+            state = found.state
+            epoch, place, num_batches = map(int, state["place"])
+            at_epoch, at_batch, now = state["random_of_epoch"], state["random_of_batch"], state["random"]
+            steps = None if self.history is None else History.from_lines(found.files.get(HISTORY, b""), found.path)
+            self._load(state["trained"], found.files)
+        except BigBatchError:
+            raise
+        except Exception as error:  # whatever may be in a checkpoint of something else
+            raise StateError(f"{found.path} is no checkpoint of such a run: {error!r}") from error
+        self.epoch, self.place, self.num_batches = epoch, place, num_batches
+        self._at_epoch, self._at_batch, self._now = at_epoch, at_batch, now
+        self._before = None
+        if steps is not None and self.history is not None:
+            self.history.become(steps)
+        if self._at_epoch is None:  # saved by hand, in a loop of the user's
+            self._set_random(self._now, None)
+        self._every.saved(num_batches)
+        return True
+
+    def wait(self) -> None:
+        """Until what is being written is on the disk."""
+        self._store.wait()
+
+    def close(self) -> None:
+        """Waits, and lets others have the folder."""
+        self._store.close()
+
+    def __enter__(self) -> "Resumable":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    # --- the loop ------------------------------------------------------------------------------------------
+
+    def batches(self, data: Iterable[Item], epochs: int = 1) -> Iterator[Item]:
+        """The batches of all epochs that are still to be done, in the order that they would have had.
+
+            for batch in checkpoints.batches(loader, epochs=10):
+                accumulator.step(batch)
+
+        A checkpoint is taken after a batch when it is due, and one at the end. Whoever draws the order, or the
+        batches, from the global random numbers gets the same ones again: those of the epoch's beginning are kept.
+        """
+        positive("epochs", epochs)
+        stream = stream_of(data)
+        if isinstance(stream, Iterator):  # iter() of a data loader would draw random numbers, and start its workers
+            raise OptionError(
+                f"data is a {type(stream).__name__}, which can be gone through once and not taken up in the middle: "
+                "pass something that can be iterated again, such as a list or a data loader"
+            )
+        self._data = data
+        if not self._is_restored:
+            self._restore()
+        elif self._at_epoch is not None and self._now is None:  # a loop of this process that was left
+            self._count_if_trained()
+            self._now = self._random(data)
+            self._at_batch = None if self._before is None else self._at_batch
+        while self.epoch < epochs:
+            yield from self._rest_of_epoch(data)
+            self.epoch, self.place, self._at_epoch, self._at_batch = self.epoch + 1, 0, None, None
+            if self.history is not None:
+                self.history.end_epoch()
+        self.save(wait=True)
+
+    def _rest_of_epoch(self, data: Iterable[Item]) -> Iterator[Item]:
+        self._begin_epoch(data)
+        if self._at_epoch is None:
+            self._go_on(data)
+            self._at_epoch = self._at_batch = self._random(data)
+        else:
+            self._set_random(self._at_epoch, data)
+        num_done = self.place
+        number = -1
+        for number, item in enumerate(data):
+            if number >= num_done:
+                self._go_on(data)  # a batch that was in hand when it was saved
+                self._before = self._progress()
+                yield item
+                if self._before is not None:  # else it was counted when it was saved
+                    self._count()
+                if self._every.is_due(self.num_batches) and not self._store.is_writing:
+                    self.save()
+            elif number == num_done - 1:  # the last one that was done before
+                if self._at_batch is None:
+                    self._go_on(data)
+                else:
+                    self._set_random(self._at_batch, data)
+            if number >= num_done - 1:
+                self._at_batch = self._random(data)
+        if number + 1 < num_done:
+            raise StateError(
+                f"the checkpoint was taken after {num_done} batches of epoch {self.epoch + 1} but data has only "
+                f"{number + 1}: go on with the data that it was begun with"
+            )
+
+    def _go_on(self, data: Any) -> None:
+        """With the random numbers that were saved, if that was not yet done."""
+        if self._now is not None:
+            self._set_random(self._now, data)
+            self._now = None
+
+    def _count_if_trained(self) -> None:
+        if self._before is not None and self._before != self._progress():
+            self._count()
+
+    def _count(self) -> None:
+        """The batch in hand is done."""
+        self.place, self.num_batches, self._before = self.place + 1, self.num_batches + 1, None
+
+    def _begin_epoch(self, data: Any) -> None:
+        """Tells whoever shuffles by the number of the epoch."""
+        data = stream_of(data)
+        for part in (data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None)):
+            if callable(tell := getattr(part, "set_epoch", None)):
+                tell(self.epoch)

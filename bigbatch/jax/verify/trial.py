@@ -1,0 +1,271 @@
+"""The parameters and a batch in float64, and the ways to take the gradient."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core.errors import GradientError, LossError
+from ...core.verify.compare import Gradient, Loop, Rows, total_error_of
+from ...core.verify.diagnosis import Array
+from ...core.weight import scales, totals
+from ...core.window import cuts
+from ..batch import Arrays, Form, num_rows
+from ..distributed import inner_jaxprs
+from ..keys import for_micro_batch, for_samples
+from ..window import Run, Window
+from .uncut import cut_too, names_of_uncut
+
+DRAWING = ("random_bits", "threefry2x32", "rng_bit_generator")
+
+
+class Trial:
+    """As core/audit.py wants it."""
+
+    def __init__(self, window: Window, form: Form, parameters: Any, arrays: Arrays) -> None:
+        if window.rng == "per_sample":
+            form, arrays = for_samples(form, arrays, ())
+        self.reduction = window.reduction
+        self.parameters = parameters
+        self.arrays = arrays
+        self.run = Run(window, form, arrays)
+        self.micro_batches = self._cut(self.run)
+        numbered = Run(window, form, arrays._replace(rows=[jnp.arange(num_rows(arrays))]))
+        self.parts = [micro_batch.rows[0].tolist() for micro_batch in pieces(numbered)]
+        dtypes = [self.run.terms_dtype, *(leaf.dtype for leaf in jax.tree.leaves(parameters))]
+        self._compiled: dict[int | None, Any] = {}
+        self.epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
+        self.has_dropout = False
+        self.draws = len(self.micro_batches) > 1 and bool(arrays.keys) and self._draws()
+        if self.draws:
+            self.has_dropout = True
+            self.draws = self._draws()
+            self.has_dropout = not self.draws
+
+    def _cut(self, run: Run) -> list[Arrays]:
+        run.look((self.parameters,))
+        return pieces(run)
+
+    def _draws(self) -> bool:
+        """Whether another key gives another gradient."""
+        other = self.arrays._replace(keys=for_micro_batch(self.arrays.keys, "per_micro_batch", 1, ()))
+        found = zip(self._of(self.arrays).values(), self._of(other).values(), strict=True)
+        return any(not np.array_equal(a, b, equal_nan=True) for a, b in found)
+
+    def full(self) -> Gradient:
+        found = self._mix(self.run, self.micro_batches) if self.draws else self._of(self.arrays)
+        if not any(map(np.any, found.values())):
+            raise LossError(
+                "the gradient of the whole batch is zero everywhere, so nothing can be compared: compute the loss with "
+                "the parameters it is given"
+            )
+        return found
+
+    def _mix(self, run: Run, micro_batches: list[Arrays]) -> Gradient:
+        """The gradient of the weighted mean of the losses of these micro-batches, as one function."""
+        right = self._scales(run, micro_batches)
+
+        def loss(parameters: Any) -> Any:
+            return sum(
+                scale * term
+                for micro_batch, row in zip(micro_batches, right, strict=True)
+                for term, scale in zip(run.loss((parameters,), micro_batch)[0], row, strict=True)
+                if scale
+            )
+
+        with self._settled():
+            return self._named(jax.jit(jax.grad(loss))(self.parameters))
+
+    def accumulated(self) -> Gradient:
+        with self._settled():
+            found = jax.jit(self.run.result)((self.parameters,)).gradient
+        return self._named(jax.tree.unflatten(jax.tree.structure(self.parameters), found))
+
+    def of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
+        def loss(parameters: Any, rows: list[Any]) -> Any:
+            terms = self.run.loss((parameters,), self.arrays._replace(rows=rows))[0]
+            return sum(terms) if term is None else terms[term]
+
+        if term not in self._compiled:  # once for each number of rows
+            self._compiled[term] = jax.jit(jax.value_and_grad(loss))
+        index = np.asarray(rows)
+        with self._settled():
+            value, found = self._compiled[term](self.parameters, [row[index] for row in self.arrays.rows])
+        return self._named(found), float(value)
+
+    def by_loop(self, loop: Loop, order: Rows | None = None) -> tuple[Gradient, Gradient]:
+        picked = [self.micro_batches[k] for k in (range(len(self.parts)) if order is None else order)]
+
+        def once() -> Gradient:  # on copies, since a loop may pop from a dict, or donate what it is given
+            parameters, micro_batches = jax.tree.map(jnp.array, (self.parameters, picked))
+            batches = [self.run.form.batch(micro_batch) for micro_batch in micro_batches]
+            found = loop(parameters, [batch[0] if len(batch) == 1 else batch for batch in batches])
+            self._check_found(found)
+            return self._named(found)
+
+        return once(), once()
+
+    def _check_found(self, found: Any) -> None:
+        remedy = "return the gradient of the window with respect to the parameters, in their form"
+        ours, theirs = jax.tree.structure(self.parameters), jax.tree.structure(found)
+        if ours != theirs:
+            raise GradientError(f"step returned {theirs} but the parameters are {ours}: {remedy}")
+        for parameter, (path, leaf) in zip(
+            jax.tree.leaves(self.parameters), jax.tree.leaves_with_path(found), strict=True
+        ):
+            if jnp.shape(parameter) != jnp.shape(leaf):
+                raise GradientError(
+                    f"step returned the shape {jnp.shape(leaf)} for {name_of(path)} of shape {jnp.shape(parameter)}: "
+                    f"{remedy}"
+                )
+
+    def right_scales(self) -> Array:
+        return self._scales(self.run, self.micro_batches)
+
+    def _scales(self, run: Run, micro_batches: list[Arrays]) -> Array:
+        weights = [self._weights_of(run, micro_batch) for micro_batch in micro_batches]
+        total = totals(weights)
+        return np.array([scales(weight, total, self.reduction) for weight in weights])
+
+    def _weights_of(self, run: Run, micro_batch: Arrays) -> tuple[float, ...]:
+        found = run.weights(micro_batch) or (num_rows(micro_batch),) * run.num_terms
+        return tuple(map(float, found))
+
+    def notes(self) -> list[str]:
+        if self.has_dropout:
+            return [
+                "dropout, and every other mask of jax.random.bernoulli, was switched off for the comparison; if such a "
+                "mask chooses what the loss is a mean over, that was not compared; in training each micro-batch draws "
+                'masks of its own, as good as the full batch\'s but not the same; rng="per_sample" makes them the same'
+            ]
+        if self.draws:
+            return [
+                "the loss draws random numbers, and each micro-batch has a key of its own: the full batch was compared "
+                "with the same draws, micro-batch by micro-batch, so neither a wrong weight nor a loss that couples "
+                'samples would show; rng="per_sample" gives each sample its own key, and then they do'
+            ]
+        return []
+
+    def explained(self) -> list[str]:
+        full = self._of(self.arrays)
+        gap = total_error_of(full, self.accumulated())
+        if gap < self.epsilon:
+            return []
+        cut, cause = self._cut_too()
+        if cut is not None and total_error_of(full, cut) < 1e-3 * gap:
+            return [cause]
+        if self._is_bent(full):
+            return [
+                "the gradient of twice the loss is not twice the gradient: something in the backward pass, such as a "
+                "custom_vjp that clips, depends on the size of what it is given, and a sample's part in a micro-batch "
+                "is larger than in the whole batch; clip the finished gradient instead (optax.clip)"
+            ]
+        if not self.draws and not self.has_dropout and self._draws_inside():
+            return [
+                "the loss draws random numbers with a key that is not among its arguments, so each micro-batch draws "
+                "the same numbers, and the whole batch draws others: pass the key as an argument"
+            ]
+        return []
+
+    def _cut_too(self) -> tuple[Gradient | None, str]:
+        """With the arrays that go whole, and have as many rows as the batch, as part of the batch."""
+        num = num_rows(self.arrays)
+        if not (names := names_of_uncut(self.run.form, self.arrays, num)):
+            return None, ""
+        form, arrays = cut_too(self.run.form, self.arrays, num)
+        run = Run(self.run.window, form, arrays)
+        cause = f"{names[0]} goes whole to every micro-batch, but is part of the batch: pass it by position"
+        try:
+            return self._mix(run, self._cut(run)), cause
+        except Exception:  # a loss that cannot be cut so
+            return None, ""
+
+    def cut_elsewhere(self, is_mean: Callable[[Gradient, Gradient, Gradient], bool]) -> str | None:
+        rows = self.arrays.rows
+        if any(row.ndim < 2 for row in rows) or len({row.shape[1] for row in rows}) > 1 or rows[0].shape[1] < 2:
+            return None
+        middle = rows[0].shape[1] // 2
+        halves = [[row[:, :middle] for row in rows], [row[:, middle:] for row in rows]]
+        try:
+            first, second = (self._of(self.arrays._replace(rows=half)) for half in halves)
+        except Exception:  # a loss that cannot be cut so
+            return None
+        if not is_mean(self._of(self.arrays), first, second):
+            return None
+        return (
+            "the leading axis of the batch, which is cut, is probably time, and its second axis the samples: cut along "
+            "the second axis the gradient is right; put the samples first, and swap the axes in the loss"
+        )
+
+    def _is_bent(self, full: Gradient) -> bool:
+        """Whether the backward pass is not linear; not if the loss gives another gradient each time."""
+        if not total_error_of(full, self._of(self.arrays)) < 1e-4:
+            return False
+        twice = {name: 2 * g for name, g in full.items()}
+        return total_error_of(twice, self._of(self.arrays, 2.0)) > 1e-4
+
+    def _draws_inside(self) -> bool:
+        def is_drawing(jaxpr: Any) -> bool:
+            return any(eqn.primitive.name in DRAWING or any(map(is_drawing, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+
+        loss = jax.make_jaxpr(lambda parameters: self.run.loss((parameters,), self.arrays)[0])
+        return is_drawing(loss(self.parameters).jaxpr)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        yield
+
+    without_dropout = without_hooks = quiet
+
+    def layer_causes(self) -> list[str]:
+        return []
+
+    blind_spots = carried_over = layer_causes
+    has_hooks = False
+
+    @property
+    def is_random(self) -> bool:
+        return self.draws
+
+    def _of(self, arrays: Arrays, scale: float = 1.0) -> Gradient:
+        with self._settled():
+            found = jax.jit(jax.grad(lambda p: scale * sum(self.run.loss((p,), arrays)[0])))(self.parameters)
+        return self._named(found)
+
+    def _settled(self) -> AbstractContextManager[Any]:
+        return dropout_off() if self.has_dropout else nullcontext()
+
+    def _named(self, gradient: Any) -> Gradient:
+        return {name_of(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(gradient)}
+
+
+def pieces(run: Run) -> list[Arrays]:
+    """The micro-batches of a run."""
+    sizes = [part.stop - part.start for part in cuts(num_rows(run.arrays), run.size)]
+    return [run.micro_batch(number, size) for number, size in enumerate(sizes)]
+
+
+def name_of(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".") or "parameters"
+
+
+@contextmanager
+def dropout_off() -> Iterator[None]:
+    """Inside, every mask of Flax, Equinox and of `jax.random.bernoulli` itself keeps all.
+
+    Nothing is compiled there: a function of the user's that is would remember what it saw.
+    """
+    bernoulli = jax.random.bernoulli
+
+    def keep(key: Any, p: Any = 0.5, shape: Any = None, **options: Any) -> Any:
+        return jnp.ones(jnp.shape(p) if shape is None else shape, bool)
+
+    jax.random.bernoulli = keep
+    try:
+        with jax.disable_jit():
+            yield
+    finally:
+        jax.random.bernoulli = bernoulli

@@ -1,0 +1,1 @@
+"""Training on the replicas of a tf.distribute strategy."""

@@ -1,0 +1,206 @@
+"""A copy of the user's model, a batch, and the ways to take its gradient."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from ml_dtypes import finfo
+
+from ...core.errors import BigBatchWarning, OptionError
+from ...core.verify.compare import Gradient, Loop, Rows
+from ...core.verify.diagnosis import Array
+from ...core.weight import Reduction, Terms, as_terms, scales, totals
+from ...core.window import Window, cuts
+from .. import batch as nest
+from ..accumulator import Accumulator, Loss, Weight
+from ..checks import batch_norms, layers_of
+from ..distributed.one_replica import Share, one_replica
+from ..distributed.replicas import as_tf_variable
+from ..gradients import dense
+from ..internals import outside_of_scopes
+from .dropout import dropout_off, dropouts
+
+
+class Trial:
+    """As core/audit.py wants it. Dropout is switched off for the comparison, and that is said."""
+
+    def __init__(
+        self,
+        model: Any,
+        batch: Any,
+        loss: Loss,
+        micro_batch_size: int,
+        weight: Weight | None,
+        reduction: Reduction,
+        strategy: tf.distribute.Strategy,
+    ) -> None:
+        self.model = model
+        self.strategy = strategy
+        self.loss = loss
+        self.weight = weight
+        self.reduction: Reduction = reduction
+        self.layout = layout = nest.Layout(batch)
+        self.batch = layout.pack(layout.tensors)
+        self.parts = [range(part.start, part.stop) for part in cuts(nest.batch_size(layout), micro_batch_size)]
+        self.epsilon = max((epsilon_of(v.dtype) for v in model.trainable_variables), default=epsilon_of("float64"))
+        self.micro_batches = [
+            layout.pack([nest.part(t, part.start, part.stop) for t in layout.tensors]) for part in self.parts
+        ]
+        self._held = [(v, tf.identity(as_tf_variable(v))) for v in model.variables]
+        if names := [layer.name for layer in dropouts(model)]:
+            self._notes = [
+                f"dropout ({', '.join(names)}) was switched off for the comparison; in training each micro-batch draws "
+                "masks of its own, which is as good a draw as the full batch's but not the same"
+            ]
+        else:
+            self._notes = []
+
+    def full(self) -> Gradient:
+        return self._gradient_of(self.batch)[0]
+
+    def accumulated(self) -> Gradient:
+        self._restore()
+        eagerly = tf.config.functions_run_eagerly()
+        tf.config.run_functions_eagerly(True)  # so that the optimizer sees numbers
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", BigBatchWarning)  # what there is to say will be a cause
+                options: dict[str, Any] = {"weight": self.weight, "reduction": self.reduction}
+                with self.strategy.scope():
+                    optimizer = recorder()
+                    accumulator = Accumulator(self.model, optimizer, self._loss, **options)
+                step = accumulator.step(Window(self.micro_batches))
+        finally:
+            tf.config.run_functions_eagerly(eagerly)
+        if not step.is_applied:  # not finite, so it was kept from the optimizer
+            return {name: np.full(v.shape, np.nan) for name, v in self._named()}
+        names = {id(v): name for name, v in self._named()}
+        return {names[id(v)]: g.numpy() for g, v in optimizer.seen}
+
+    def of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
+        index = tf.constant(list(rows))
+        picked = [t if t.shape.rank == 0 else tf.gather(t, index) for t in self.layout.tensors]
+        return self._gradient_of(self.layout.pack(picked), term)
+
+    def by_loop(self, loop: Loop, order: Rows | None = None) -> tuple[Gradient, Gradient]:
+        raise OptionError(
+            "verify(step=…) is for PyTorch, where gradients stay on the model: compare two trainings here"
+        )
+
+    def right_scales(self) -> Array:
+        weights = list(map(self._weight_of, self.micro_batches))
+        total = totals(weights)
+        return np.array([scales(weight, total, self.reduction) for weight in weights])
+
+    def _weight_of(self, batch: Any) -> Terms:
+        if self.weight is None:
+            return (nest.batch_size(nest.Layout(batch)),)
+        found = as_terms(self.weight(batch))
+        return tuple(float(tf.reduce_sum(tf.cast(w, tf.float64))) for w in found)
+
+    def _share_of(self, batch: Any) -> Share:
+        """How much of the whole batch this is, for a loss that divides by the size of the whole batch."""
+        found = scales(self._weight_of(batch), self._weight_of(self.batch), self.reduction)
+        return Share(found[0] if len(found) == 1 else None)
+
+    def notes(self) -> list[str]:
+        return list(self._notes)
+
+    def layer_causes(self) -> list[str]:
+        if not (names := batch_norms(self.model)):
+            return []
+        return [
+            f"BatchNormalization in training mode ({', '.join(names)}) normalises by the micro-batch instead of the "
+            "batch: freeze it, or use GroupNormalization or LayerNormalization"
+        ]
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        frozen = [layer for layer in layers_of(self.model) if layer.name in batch_norms(self.model)]
+        for layer in frozen:
+            layer.trainable = False  # in Keras that is what makes it use its moving statistics
+        try:
+            yield
+        finally:
+            for layer in frozen:
+                layer.trainable = True
+
+    def blind_spots(self) -> list[str]:
+        return []
+
+    explained = blind_spots
+
+    def cut_elsewhere(self, is_mean: Callable[[Gradient, Gradient, Gradient], bool]) -> str | None:
+        return None
+
+    def carried_over(self) -> list[str]:
+        return []
+
+    is_random = has_hooks = False
+    without_dropout = without_hooks = nullcontext
+
+    def _loss(self, model: Any, batch: Any) -> Any:
+        with dropout_off(model):
+            return self.loss(model, batch)
+
+    def _gradient_of(self, batch: Any, term: int | None = None) -> tuple[Gradient, float]:
+        """Of a part of the batch, in which the loss is computed as the accumulator does it."""
+        self._restore()
+        named = self._named()
+        share = self._share_of(batch)
+        with outside_of_scopes():  # on one device
+            with tf.GradientTape() as tape, one_replica(share):
+                terms = as_terms(self._loss(self.model, batch))
+                total = tf.add_n([tf.reshape(t, []) for t in terms]) if term is None else tf.reshape(terms[term], [])
+            self.epsilon = max(self.epsilon, epsilon_of(total.dtype))
+            found = tape.gradient(total, [as_tf_variable(v) for _, v in named])
+        gradient = {name: dense(g).numpy() for (name, _), g in zip(named, found, strict=True) if g is not None}
+        return gradient, float(total)
+
+    def _named(self) -> list[tuple[str, Any]]:
+        return [(getattr(v, "path", v.name), v) for v in self.model.trainable_variables]
+
+    def _restore(self) -> None:
+        """Moving statistics and random seeds as they were: they move with every pass."""
+        for variable, value in self._held:
+            variable.assign(value)
+
+    give_back = _restore
+
+
+def epsilon_of(dtype: Any) -> float:
+    return float(finfo(tf.as_dtype(dtype).as_numpy_dtype).eps)
+
+
+def recorder() -> Any:
+    """An optimizer that changes nothing and remembers what it was given."""
+    import keras
+
+    class Recorder(keras.optimizers.SGD):
+        def apply_gradients(self, grads_and_vars: Any, **_: Any) -> None:
+            self.seen = list(grads_and_vars)
+
+    return Recorder(0.0)
+
+
+def wide_copy(model: Any, dtype: str) -> Any:
+    """A copy in another dtype, where the model can be rebuilt from its configuration; else the model itself."""
+    import keras
+
+    if not isinstance(model, keras.Sequential | keras.models.Model) or not (
+        isinstance(model, keras.Sequential) or hasattr(model, "_functional") or type(model).__name__ == "Functional"
+    ):
+        return model
+
+    def rebuilt(layer: Any) -> Any:
+        return type(layer).from_config({**layer.get_config(), "dtype": dtype})
+
+    try:
+        twin = keras.models.clone_model(model, clone_function=rebuilt)
+        twin.set_weights(model.get_weights())
+    except (TypeError, ValueError, NotImplementedError):
+        return model
+    return twin

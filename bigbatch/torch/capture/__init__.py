@@ -1,0 +1,1 @@
+"""Micro-batches as CUDA graphs: recorded once, then replayed."""

@@ -1,0 +1,1 @@
+"""Training on several ranks: DistributedDataParallel, fully_shard, and what ranks tell each other."""

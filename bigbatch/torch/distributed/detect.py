@@ -1,0 +1,57 @@
+"""Recognises how a model is shared among processes."""
+
+from __future__ import annotations  # some builds of torch have no process groups
+
+import warnings
+from typing import Any, get_args
+
+import torch.distributed as dist
+from torch import nn
+
+from ...core.errors import BigBatchWarning, OptionError
+from ..gradients import Gradients
+from .ranks import Reduce, Replicas
+
+REMEDY = {
+    "DistributedDataParallel": "is a part of the model: wrap the whole model in it",
+    "FullyShardedDataParallel": "is the first FSDP, which torch has replaced: call fully_shard(model) instead",
+    "FSDPModule": "is a part of the model: call fully_shard on the whole model too",
+    "DTensor": "holds parameters that nobody reduces over ranks: call fully_shard on the model",
+}
+
+
+def replicas_of(model: nn.Module, gradients: Gradients, group: dist.ProcessGroup | None, reduce: Reduce) -> Replicas:
+    """How the model's ranks work together; refuses what no gradient of the whole batch could come of."""
+    if reduce not in get_args(Reduce):
+        raise OptionError(f'reduce={reduce!r} is unknown: pass "window" or "micro_batch"')
+    inner: Any = getattr(model, "_orig_mod", model)  # behind torch.compile's wrapper
+    own_kinds = {kind.__name__ for kind in type(inner).__mro__}
+    if "DistributedDataParallel" in own_kinds:
+        from .ddp import DataParallel
+
+        return DataParallel(inner, gradients, group)
+    if "FSDPModule" in own_kinds:
+        from .fsdp import Sharded
+
+        return Sharded(inner, gradients, group, reduce)
+    if kinds := [kind for kind in REMEDY if kind in kinds_in(model)]:
+        raise OptionError(f"{kinds[0]} {REMEDY[kinds[0]]}")
+    if group is not None:
+        raise OptionError(
+            f"group has {dist.get_world_size(group)} ranks but the model is a plain {type(model).__name__}: wrap it in "
+            "DistributedDataParallel, or call fully_shard"
+        )
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            f"the model is a plain {type(model).__name__}, so each of {dist.get_world_size()} ranks trains its own: "
+            "wrap it in DistributedDataParallel, or call fully_shard, to train it together",
+            BigBatchWarning,
+            stacklevel=4,
+        )
+    return Replicas()
+
+
+def kinds_in(model: nn.Module) -> set[str]:
+    """The names of the classes of its modules and parameters, and of what those are made from."""
+    parts: list[Any] = [*model.modules(), *model.parameters()]
+    return {kind.__name__ for part in parts for kind in type(part).__mro__}

@@ -1,0 +1,252 @@
+"""fully_shard (FSDP2): every rank has a part of each parameter; gradients are reduced once a window, or each time."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
+
+from ...core.errors import LossError, OptionError, OrderError, StateError, WeightError
+from ...core.weight import Terms
+from .. import batch as nest
+from ..gradient_buffer import Collection
+from ..gradients import Gradients
+from ..precision import LOW
+from ..weight import read
+from .other_models import Others
+from .ranks import Reduce, Shared, check_group
+from .shards import local
+from .totals import Agreed, Agreement, Share
+
+REMEDY = (
+    "keep parameters in float32 and pass fully_shard "
+    "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+)
+
+
+class Sharded(Shared):
+    """Gradients are reduced in every pass, which leaves this rank's part of them, or once in the last.
+
+    Until that last pass, whole gradients stay inside of the model.
+
+    Parameters are gathered in every pass, so all ranks make equally many: a rank that has fewer micro-batches goes
+    through the model again with something that counts zero.
+    """
+
+    is_sharded = True
+
+    def __init__(self, model: nn.Module, gradients: Gradients, group: dist.ProcessGroup | None, reduce: Reduce) -> None:
+        self._model: Any = model
+        self._groups = list(param_groups(model))
+        first = self._groups[0]
+        mesh = first.mesh_info.mesh
+        own = mesh.get_group() if mesh.ndim == 1 else _group_of(mesh)
+        check_group(group, own)
+        super().__init__(model, own, first.device)
+        self.holds_gradients = reduce == "window"
+        self._have_spare: set[int] = set()
+        self._others = Others(model)
+        self._reduced = {p for p in model.parameters() if isinstance(p, DTensor)}
+        self._check_model(model, gradients)
+
+    # --- what is refused ---------------------------------------------------------------------------------
+
+    def _check_model(self, model: nn.Module, gradients: Gradients) -> None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if plain := [p for p in trained if p not in self._reduced]:
+            raise OptionError(
+                f"{len(plain)} of {len(trained)} parameters ({gradients.name(plain[0])} first) are not sharded, so "
+                "nobody would reduce their gradients: call fully_shard on the whole model too"
+            )
+        kept = [dtype_of_sums(g, is_whole=self.holds_gradients) for g in self._groups]
+        if low := [dtype for dtype in kept if dtype in LOW]:
+            where = "inside of the model" if self.holds_gradients else "of its shards"
+            raise OptionError(
+                f"{len(low)} of {len(self._groups)} groups of parameters would add up gradients {where} in {low[0]}, "
+                f"which loses low bits: {REMEDY}"
+            )
+        if wide := [p for p in trained if gradients.is_widened(p)]:
+            raise OptionError(
+                f"{len(wide)} of {len(trained)} parameters are {wide[0].dtype}, which fully_shard keeps for their "
+                f"gradients, but these are to add up in {gradients.wide_dtype(wide[0])}: leave accumulate_dtype out, "
+                f"and {REMEDY}"
+            )
+
+    def check(self, gradients: Gradients, weights: Sequence[Terms] = ()) -> None:
+        super().check(gradients, weights)
+        factors = {g.gradient_divide_factor for g in self._groups}
+        if len(factors) > 1:
+            raise OptionError(
+                f"the gradients of {len(factors)} kinds of layers are divided by different numbers: call "
+                "set_gradient_divide_factor with the same number on all of them, or on none"
+            )
+        self.divisor = float(factors.pop() or self.size)
+        if partial := [weight for weight in weights if any(weight) and not all(weight)]:
+            raise WeightError(
+                f"a micro-batch has the weights {partial[0]}, but no term that counts zero can be left out on one "
+                "rank: with fully_shard give every micro-batch some of each term, or use DistributedDataParallel"
+            )
+
+    # --- passes ------------------------------------------------------------------------------------------
+
+    def begin(self, micro_batches: Sequence[Any], agreed: Agreed) -> None:
+        """Sees that every rank has something to go through the model with."""
+        agreed()  # the first pass gathers parameters, in which all ranks take part
+        super().begin(micro_batches, agreed)
+        if self.spare is None and micro_batches:
+            self.spare = nest.map_tensors(lambda tensor: tensor.clone(), micro_batches[0])
+        if len(self._have_spare) < self.size:
+            with_data = {rank for rank, num in enumerate(agreed().num_passes) if num}
+            if with_data and self._have_spare.union(with_data) != set(range(self.size)):
+                self._hand_out(min(with_data))
+                with_data = set(range(self.size))
+            self._have_spare |= with_data
+
+    def _hand_out(self, source: int) -> None:
+        """One rank's micro-batch goes to all, so that those who never had data have one."""
+        found = [nest.map_tensors(lambda tensor: tensor.cpu(), self.spare)]
+        dist.broadcast_object_list(found, dist.get_global_rank(self.group, source), self._host_group)
+        if self.spare is None:
+            self.spare = nest.map_tensors(lambda tensor: tensor.to(self._device), found[0])
+
+    def num_passes(self, agreed: Agreed) -> int:
+        return max(agreed().num_passes)
+
+    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool = True) -> bool:
+        return number >= num_own - 1 and number == self.num_passes(agreed) - 1
+
+    @contextmanager
+    def passing(self, *, is_last: bool) -> Iterator[None]:
+        self._set(is_last=is_last or not self.holds_gradients)
+        try:
+            with self._others.kept_local():
+                yield
+        finally:
+            self._set(is_last=True)  # as the user's own passes want it
+        self._is_reduced |= is_last
+
+    def _set(self, *, is_last: bool) -> None:
+        self._model.set_requires_gradient_sync(is_last)
+        self._model.set_is_last_backward(is_last)
+
+    def see_loss(self, *, is_low: bool) -> None:
+        if is_low:
+            raise LossError(
+                "the loss is in low precision, which would round the weights of micro-batches: "
+                "return it in float32, for example loss.float()"
+            )
+
+    def complete(self, collection: Collection, *, is_whole: bool = True) -> None:
+        if self.holds_gradients and not self._is_reduced:
+            self._model._get_fsdp_state()._root_post_backward_final_callback()
+            self._is_reduced = True
+
+    def drop(self) -> None:
+        self._reset()
+        for group in self._groups:
+            for p in group.fsdp_params:
+                p.unsharded_accumulated_grad = None
+                if hasattr(p, "_unsharded_param"):
+                    p._unsharded_param.grad = None
+
+    def _reset(self) -> None:
+        if hasattr(self._model, "reset_iter_state"):  # from torch 2.12 on
+            self._model.reset_iter_state()
+            return
+        context = self._model._get_fsdp_state()._state_ctx
+        context.post_backward_final_callback_queued = False
+        context.iter_forward_root = None
+        for state in context.all_states:
+            state._training_state = TrainingState.IDLE
+        for group in self._groups:
+            group._training_state = TrainingState.IDLE
+        self._model.reshard()
+
+    @contextmanager
+    def buffers_kept(self) -> Iterator[None]:
+        buffers = list(self._model.buffers())
+        before = [buffer.clone() for buffer in buffers]
+        yield
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+
+    # --- one micro-batch at a time -----------------------------------------------------------------------
+
+    def telling_before_meeting(self) -> AbstractContextManager[None]:
+        return self.telling()
+
+    def meet(self, weight: Terms) -> Terms:
+        """Every rank needs the others in its pass, and the same measure for weights, since sums cannot be rescaled."""
+        if len(weight) > 1 and self.holds_gradients:
+            raise OptionError(
+                f'a loss of {len(weight)} terms cannot be fed one micro-batch at a time with reduce="window", which '
+                'keeps one sum for all of them: pass reduce="micro_batch", or use step()'
+            )
+        with self.telling():
+            own = read([weight])[0]
+            if not all(own):
+                raise WeightError(
+                    f"a micro-batch has the weight {own}, and a loss that counts zero is not run on this rank alone: "
+                    "with fully_shard leave it out on all ranks, or use step()"
+                )
+        agreement = self.agree(Share(own, num_passes=1))()
+        passes = agreement.num_passes
+        if not all(passes):
+            raise OrderError(
+                f"{passes.count(0)} of {self.size} ranks (rank {passes.index(0)} first) have "
+                "no micro-batch while others do: with fully_shard give every rank equally many, or use step(), which "
+                "does not need that"
+            )
+        return tuple(total / self.size for total in agreement.total)
+
+    def check_saving(self, num_micro_batches: int) -> None:
+        if self.holds_gradients:
+            raise StateError(
+                f"the gradients of {num_micro_batches} micro-batches are inside of the model until the window ends: "
+                'save after a step, or pass reduce="micro_batch"'
+            )
+
+    def check_met(self, agreement: Agreement, *, has_window: bool) -> None:
+        if any(agreement.num_passes) and (has_window or not agreement.num_micro_batches):
+            raise OrderError(
+                f"rank {self.rank} ends its window while {sum(agreement.num_passes)} of {self.size} ranks go on: with "
+                "fully_shard give every rank equally many micro-batches, or use step(), which does not need that"
+            )
+
+    # --- one gradient in parts ---------------------------------------------------------------------------
+
+    def agree_on_overflow(self, scaler: GradScaler | None, optimizer: torch.optim.Optimizer) -> None:
+        """Each rank has looked at its own part of the gradient."""
+        if scaler is not None:
+            for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                dist.all_reduce(local(found), dist.ReduceOp.MAX, group=self.group)
+
+
+def param_groups(model: nn.Module) -> Iterator[Any]:
+    """What fully_shard gathers and reduces together, layer by layer."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # several from torch 2.12 on
+            yield from [state._fsdp_param_group] if groups is None and state._fsdp_param_group else groups or []
+
+
+def dtype_of_sums(group: Any, *, is_whole: bool) -> torch.dtype:
+    """In which dtype whole gradients are added up inside of the model, or a rank's parts of them outside."""
+    own: torch.dtype = group.fsdp_params[0].sharded_param.dtype
+    policy = group.mp_policy
+    return policy.reduce_dtype or policy.param_dtype or own if is_whole else own
+
+
+def _group_of(mesh: Any) -> Any:
+    """All ranks of a mesh of several dimensions."""
+    if math.prod(mesh.shape) == dist.get_world_size():
+        return dist.group.WORLD
+    return mesh._flatten().get_group()

@@ -1,0 +1,113 @@
+"""What the ranks tell each other once a step: how much each of them has to add."""
+
+from __future__ import annotations  # some builds of torch have no process groups
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...core.errors import LossError, RankError
+from ...core.weight import Reduction, Terms
+
+MAX_TERMS = 16
+"""How many terms a loss may have where several ranks share it: a rank without data does not know how many."""
+
+
+class Share(NamedTuple):
+    """What one rank brings to a step."""
+
+    total: Terms = ()
+    """The weight of its micro-batches, term by term; empty if it has none."""
+    num_passes: int = 0
+    """How many of them have a weight, and so go through the model."""
+    num_micro_batches: int = 0
+    is_ending: bool = False
+    """Whether it has no more data after this, and only takes part in what the others have."""
+    has_failed: bool = False
+    is_unfinished: bool = False
+    """Whether the model of this rank is still waiting for a backward pass that will not come."""
+    num_hooks: int = 0
+    """How many hooks its parameters have."""
+
+
+class Agreement(NamedTuple):
+    """What all ranks together bring to a step."""
+
+    total: Terms
+    num_passes: tuple[int, ...]
+    """By rank."""
+    num_micro_batches: int
+    is_ending: bool
+    """Whether no rank has more data."""
+    is_unfinished: bool = False
+    """Whether the model of any rank is."""
+    num_hooks: tuple[int, ...] = (0,)
+    """By rank."""
+
+    def has_weight(self, reduction: Reduction) -> bool:
+        return any(self.total) or (reduction == "sum" and self.num_micro_batches > 0)
+
+
+Agreed = Callable[[], Agreement]
+"""Waits for the agreement, if it has not come yet."""
+
+
+def alone(share: Share) -> Agreed:
+    """Of one process that trains by itself."""
+    agreement = Agreement(
+        share.total or (0,),
+        (share.num_passes,),
+        share.num_micro_batches,
+        share.is_ending,
+        num_hooks=(share.num_hooks,),
+    )
+    return lambda: agreement
+
+
+def exchange(share: Share, group: dist.ProcessGroup) -> Agreed:
+    """Starts the one small reduction of a step, which goes on while this rank does its work."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    num_terms = len(share.total)
+    if num_terms > MAX_TERMS:
+        raise LossError(f"the loss has {num_terms} terms but ranks can share {MAX_TERMS}: add some of them up")
+    by_rank = torch.zeros(5, size, dtype=torch.float64)
+    by_rank[:, rank] = torch.tensor(
+        [share.num_passes, share.is_ending, share.has_failed, share.is_unfinished, share.num_hooks]
+    )
+    terms = [*share.total, *[0] * (MAX_TERMS - num_terms)]
+    has_terms = num_terms > 0
+    head = torch.tensor([share.num_micro_batches, has_terms, num_terms, num_terms**2, *terms], dtype=torch.float64)
+    message = torch.cat([head, by_rank.flatten()])
+    work = dist.all_reduce(message, group=group, async_op=True)
+
+    @functools.cache
+    def agreed() -> Agreement:
+        work.wait()
+        num_micro_batches, num_with_terms, num_all_terms, squares, *rest = message.tolist()
+        passes, ending, failed, unfinished, hooks = (
+            rest[MAX_TERMS + k * size : MAX_TERMS + (k + 1) * size] for k in range(5)
+        )
+        if any(failed):
+            raise RankError(
+                f"rank {failed.index(1)} refused what it was given, so none of {size} ranks made this step: "
+                "its own message says why"
+            )
+        if num_all_terms**2 != squares * num_with_terms:
+            raise RankError(
+                f"the loss has {num_terms} terms on rank {rank} but {num_all_terms / num_with_terms:g} on average over "
+                f"{num_with_terms:g} ranks: give every rank the same loss"
+            )
+        num = num_terms or (int(num_all_terms / num_with_terms) if num_with_terms else 1)
+        return Agreement(
+            tuple(int(t) if t.is_integer() else t for t in rest[:num]),
+            tuple(map(int, passes)),
+            int(num_micro_batches),
+            all(ending),
+            any(unfinished),
+            tuple(map(int, hooks)),
+        )
+
+    return agreed

@@ -1,0 +1,61 @@
+"""What a foreign loop does with its optimizers: the gradients at each step, which the loop may zero afterwards."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...core.verify.diagnosis import Array
+
+
+class Steps:
+    """The steps of optimizers that hold some of these parameters."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._own = set(parameters)
+        self._num: dict[Tensor, int] = {}
+        self._num_elsewhere = 0
+        self.gradients: dict[Tensor, Array] = {}
+        """As they were at the first step that used them."""
+
+    def saw(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"] if p in self._own]
+        self._num_elsewhere += not held
+        for p in held:
+            if p.grad is not None:
+                self._num[p] = self._num.get(p, 0) + 1
+                self.gradients.setdefault(p, as_array(p.grad))
+
+    def causes(self, num_micro_batches: int) -> list[str]:
+        found = []
+        num = max(self._num.values(), default=0)
+        if num > 1:
+            found.append(
+                f"the loop takes {num} steps of the optimizer for a window of {num_micro_batches} micro-batches, so "
+                "each step has a part of the batch: call optimizer.step() once, after the last micro-batch"
+            )
+        if self._num_elsewhere and not num:
+            found.append(
+                "the loop steps an optimizer that holds none of the parameters of the model it is given: make the "
+                "optimizer from that model"
+            )
+        return found
+
+
+@contextmanager
+def steps_watched(parameters: Sequence[Tensor]) -> Iterator[Steps]:
+    steps = Steps(parameters)
+    handle = register_optimizer_step_pre_hook(steps.saw)
+    try:
+        yield steps
+    finally:
+        handle.remove()
+
+
+def as_array(gradient: Tensor) -> Array:
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    found: Array = dense.detach().cpu().numpy().copy()
+    return found

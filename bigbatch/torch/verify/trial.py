@@ -1,0 +1,404 @@
+"""A copy of the user's model, a batch, and the ways to take its gradient."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...core.errors import BigBatchWarning, OptionError
+from ...core.verify.compare import Gradient, Loop, Rows
+from ...core.verify.diagnosis import Array
+from ...core.weight import Reduction, Terms, as_terms, scales, totals
+from ...core.window import Window, cuts
+from .. import batch as nest
+from .. import hooks
+from ..accumulator import Accumulator
+from ..capture.replay import Recording, Replay
+from ..checks import batch_norms, check_loss
+from ..gradient_buffer import leaves_of
+from ..passes import Loss
+from ..weight import Weight, weigh
+from .drawn import Drawn
+from .foreign import Steps, as_array, steps_watched
+from .time_major import cut_along_axis_1, cut_along_time
+
+
+class Trial:
+    """As core/audit.py wants it. Dropout is compared with the same masks wherever they can be cut like the batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Loss,
+        micro_batch_size: int,
+        weight: Weight | None,
+        reduction: Reduction,
+        *,
+        is_training: bool = True,
+    ) -> None:
+        self.model = model
+        self.batch = batch
+        self.loss = loss
+        self.weight = weight
+        self.reduction: Reduction = reduction
+        self.batch_size = nest.batch_size(batch)
+        self.micro_batch_size = micro_batch_size
+        nest.cut(batch, micro_batch_size)  # refuses what cannot be cut
+        self.parts = [range(part.start, part.stop) for part in cuts(self.batch_size, micro_batch_size)]
+        self.parameters = list(model.parameters())
+        self.epsilon = max(torch.finfo(p.dtype).eps for p in self.parameters)
+        self._is_training = is_training
+        self._value_of = {t: t.detach().clone() for t in (*self.parameters, *model.buffers())}
+        self._random = Drawn(model)
+        self._replay: Replay | None = None
+        self._others: list[str] = []
+        self._about: list[str] = []
+        self._notes: list[str] = []
+        self._loop_notes: list[str] = []
+        self._loop_causes: list[str] = []
+        self._foreign: dict[Tensor, Tensor | None] = {}
+        self._changed: list[str] = []
+        self._num_terms = 1
+        self._last = 0.0
+        self._weights: list[Terms] = [(len(part),) for part in self.parts]
+        if weight is not None:
+            self._weights = weigh([self._rows(part) for part in self.parts], weight)
+            self._num_terms = len(self._weights[0])
+
+    # --- gradients -------------------------------------------------------------------------------------------
+
+    def full(self) -> Gradient:
+        self._replay = None
+        with Recording() as recording:
+            gradient = self._gradient_of(self._rows(range(self.batch_size)))
+        self._changed = [n for n, t in self.model.named_buffers() if not torch.equal(t, self._value_of[t])]
+        self._others = self._random.moved()
+        self._replay = Replay(recording.draws, self.batch_size) if recording.draws else None
+        self._notes = [about_other_randomness(self._others)] if self._others else []
+        return gradient
+
+    def accumulated(self) -> Gradient:
+        self._reset()
+        micro_batches = [self._rows(part) for part in self.parts]
+        rows_of = {id(m): part for m, part in zip(micro_batches, self.parts, strict=True)}
+        replay = self._replay
+
+        def loss(model: nn.Module, micro_batch: Any) -> Any:
+            rows = rows_of.get(id(micro_batch))  # None where the accumulator tries something out
+            if rows is not None:
+                self._random.restore()
+            if replay is not None:
+                replay.start(rows)
+            return self.loss(model, micro_batch)
+
+        seen: dict[str, Array] = {}
+        optimizer = torch.optim.SGD(self.parameters, lr=0.0)
+        optimizer.register_step_pre_hook(lambda *_: seen.update(self._taken()))
+        weight = self._weight_of(rows_of)
+        with replay or nullcontext(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", BigBatchWarning)  # what there is to say will be a cause
+            accumulator = Accumulator(self.model, optimizer, loss, weight=weight, reduction=self.reduction)
+            is_applied = accumulator.step(Window(micro_batches)).is_applied
+        if replay is not None:
+            self._notes = [about_randomness(self.model, replay.is_faithful), *self._notes]
+        if not is_applied:  # not finite, so it was kept from the optimizer
+            return {name: np.full(tuple(p.shape), np.nan) for name, p in self.model.named_parameters()}
+        return seen
+
+    def _weight_of(self, rows_of: dict[int, range]) -> Weight | None:
+        """What was weighed already, as `weight` may take something out of its micro-batch too."""
+        if self.weight is None:
+            return None
+        known = {part.start: weight for part, weight in zip(self.parts, self._weights, strict=True)}
+        return lambda micro_batch: known[rows_of[id(micro_batch)].start]
+
+    def of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
+        with self.without_hooks():
+            if self._replay is not None:
+                self._replay.start(rows)
+            gradient = self._gradient_of(self._rows(rows), term, self._replay)
+        if not np.isfinite(self._last):  # torch's cross entropy of no label is 0/0 with a gradient of 0 (2.13)
+            gradient = {name: np.full_like(g, np.nan) for name, g in gradient.items()}
+        return gradient, self._last
+
+    def by_loop(self, loop: Loop, order: Rows | None = None) -> tuple[Gradient, Gradient]:
+        order = range(len(self.parts)) if order is None else order
+        self._reset()
+        found = []
+        for _ in range(2):
+            self._restore()
+            with steps_watched(self.parameters) as steps:
+                loop(self.model, [self._rows(self.parts[k]) for k in order])
+            found.append(self._left(steps))
+        first, again = found
+        return first, again
+
+    def _left(self, steps: Steps) -> dict[str, Array]:
+        """What a loop left: gradients, or an optimizer's step with them, or other parameters than before."""
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        found = self._taken() if not steps.gradients else {names[p]: g for p, g in steps.gradients.items()}
+        self._loop_notes, self._loop_causes = [], steps.causes(len(self.parts))
+        if any(np.any(g) for g in found.values()):
+            return found
+        moved = {n: as_array(self._value_of[p] - p.detach()) for n, p in self.model.named_parameters()}
+        if not any(np.any(g) for g in moved.values()):
+            self._loop_causes.append(
+                "the loop leaves no gradient, takes no step of an optimizer that holds the model's parameters, and "
+                "changes no parameter: work on the model that it is given"
+            )
+            return found
+        reference = self.full()
+        along = sum(float((moved[n] * g).sum().real) for n, g in reference.items())
+        square = sum(float((abs(moved[n]) ** 2).sum()) for n in reference)
+        self._loop_notes.append(
+            "the loop leaves no gradients, so the change of the parameters was compared, which shows the direction but "
+            "not the size of the gradient: leave the gradients on the model to have both compared"
+        )
+        return {n: g * (along / square) for n, g in moved.items()} if along > 0 else moved
+
+    def explained(self) -> list[str]:
+        return list(self._loop_causes)
+
+    def right_scales(self) -> Array:
+        total = totals(self._weights)
+        return np.array([scales(w, total, self.reduction) for w in self._weights])
+
+    # --- what is known of the model --------------------------------------------------------------------------
+
+    def notes(self) -> list[str]:
+        return [*self._about, *self._notes, *self._loop_notes]
+
+    def blind_spots(self) -> list[str]:
+        hidden = [name for name, m in self.model.named_modules() if is_dropout(m) or isinstance(m, _BatchNorm)]
+        if self._is_training or not hidden:
+            return []
+        return [
+            f"the model is in eval mode, which hides what BatchNorm and dropout do in training ({', '.join(hidden)}): "
+            "call model.train() before, to see that too"
+        ]
+
+    def layer_causes(self) -> list[str]:
+        if not (names := batch_norms(self.model)):
+            return []
+        return [
+            f"BatchNorm in training mode ({', '.join(names)}) normalises by the micro-batch instead of the batch: "
+            "put it into eval mode, or use GroupNorm or LayerNorm"
+        ]
+
+    def cut_elsewhere(self, is_mean: Callable[[Any, Any, Any], bool]) -> str | None:
+        with self.without_hooks():
+            self._reset()
+            with suppress(Exception):  # a loss may refuse what is only tried out
+                found = cut_along_time(lambda rows: self.loss(self.model, rows), self.model, self._rows(self.parts[0]))
+                if found:
+                    return found
+            whole = self._gradient_of(self._rows(range(self.batch_size)))
+            for sentence, halves in other_cuts(self.batch):
+                with suppress(Exception):
+                    first, second = (self._gradient_of(nest.map_tensors(fresh, half)) for half in halves)
+                    if is_mean(whole, first, second):
+                        return sentence
+        return None
+
+    def carried_over(self) -> list[str]:
+        return self._changed
+
+    @property
+    def is_random(self) -> bool:
+        return bool(self._others) or (self._replay is not None and not self._replay.is_faithful)
+
+    @property
+    def has_hooks(self) -> bool:
+        return bool(hooks.dicts_of(self.parameters))
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        held = [(own, dict(own)) for own in hooks.dicts_of(self.parameters)]
+        for own, _ in held:
+            own.clear()
+        try:
+            yield
+        finally:
+            for own, found in held:
+                own.update(found)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        notes = self._notes
+        with in_eval(list(self.model.modules())):
+            yield
+        self._notes = notes
+
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """All but BatchNorm goes into eval mode: dropout hides in attention and recurrent layers too."""
+        if self._replay is None:
+            yield
+            return
+        with in_eval([m for m in self.model.modules() if not isinstance(m, _BatchNorm)]):
+            self.full()
+            self._about = ["dropout was switched off for the comparison, since a foreign loop draws masks of its own"]
+            if self._replay is not None:
+                self._about = ["random numbers are drawn in eval mode too, and a foreign loop draws others"]
+            yield
+
+    # --- one pass --------------------------------------------------------------------------------------------
+
+    def _rows(self, rows: Rows) -> Any:
+        """These samples, as tensors of their own, since a loss may change them or take them out."""
+
+        def taken(tensor: Tensor) -> Tensor:
+            if not tensor.ndim:
+                return tensor
+            if isinstance(rows, range) and tensor.layout is torch.strided:
+                return tensor.narrow(0, rows.start, len(rows))
+            return tensor.index_select(0, torch.as_tensor(list(rows), device=tensor.device))
+
+        return nest.map_tensors(lambda t: fresh(taken(t), requires_grad=t.requires_grad), self.batch)
+
+    def _gradient_of(self, batch: Any, term: int | None = None, replay: Replay | None = None) -> Gradient:
+        self._reset()
+        with replay or nullcontext():  # in the backward pass too: what is checkpointed draws there
+            terms = as_terms(self.loss(self.model, batch))
+            check_loss(terms, self._num_terms)
+            total = torch.stack([t.reshape(()) for t in terms]).sum() if term is None else terms[term].reshape(())
+            self._last = float(total.detach())
+            self._keep_foreign(total)
+            if total.requires_grad:
+                total.backward()
+        return self._taken()
+
+    def _keep_foreign(self, loss: Tensor) -> None:
+        """Remembers the gradients of what the loss brought along: parameters of its own, or of another model."""
+        own = set(self.parameters)
+        for leaf in leaves_of(loss):
+            if leaf not in own and leaf not in self._foreign:
+                self._foreign[leaf] = leaf.grad
+
+    def give_back(self) -> None:
+        """The gradients of what is not ours as they were."""
+        for leaf, gradient in self._foreign.items():
+            leaf.grad = gradient
+
+    def _taken(self) -> dict[str, Array]:
+        return {name: as_array(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def _reset(self) -> None:
+        self._restore()
+        self.model.zero_grad(set_to_none=True)
+
+    def _restore(self) -> None:
+        """Parameters, buffers and random numbers as they were: running statistics move with every pass."""
+        with torch.no_grad():
+            for tensor, value in self._value_of.items():
+                tensor.copy_(value)
+        self._random.restore()
+
+
+def fresh(tensor: Tensor, requires_grad: bool | None = None) -> Tensor:
+    """A copy that is a leaf."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad if requires_grad is None else requires_grad)
+
+
+def other_cuts(batch: Any) -> Iterator[tuple[str, list[Any]]]:
+    """The batch in two halves along what may be the axis of its samples, and what that would mean."""
+    columns = cut_along_axis_1(batch, 1)
+    if columns is not None and (halves := cut_along_axis_1(batch, -(-len(columns) // 2))) is not None:
+        yield (
+            "the batch is probably time-major: cut along its second axis it adds up, cut along its first it does not; "
+            "put the samples first (x.transpose(0, 1) in the collate function, and back in forward)",
+            halves,
+        )
+    lists = [batch] if isinstance(batch, list) else list(batch) if isinstance(batch, tuple) else []
+    sizes = {len(item) if isinstance(item, list) else 0 for item in lists}
+    if len(sizes) == 1 and (size := sizes.pop()) > 1:
+        cut = [[item[: size // 2] for item in lists], [item[size // 2 :] for item in lists]]
+        yield (
+            f"the batch is a list of {size} samples, and each of them was cut along its own first axis: stack them "
+            "into one tensor with a row for each sample",
+            [half[0] if isinstance(batch, list) else tuple(half) for half in cut],
+        )
+
+
+def about_other_randomness(sources: list[str]) -> str:
+    return (
+        f"random numbers ({' and '.join(sources)}) are drawn by the model or the loss, and cannot be cut like the "
+        "batch: each micro-batch was compared with the same state of the generator; in training each draws its own"
+    )
+
+
+def about_randomness(model: nn.Module, is_faithful: bool) -> str:
+    names = [name for name, module in model.named_modules() if is_dropout(module) and module.training]
+    where = f"dropout ({', '.join(names)})" if names else "dropout or other random numbers"
+    if is_faithful:
+        return (
+            f"{where}: compared with the same masks; in training each micro-batch draws its own, "
+            "which is as good a draw as the full batch's but not the same"
+        )
+    return f"{where}: the draws could not be cut like the batch, so the masks differ; compare in eval mode"
+
+
+def is_dropout(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.dropout._DropoutNd)
+
+
+@contextmanager
+def in_eval(modules: list[nn.Module]) -> Iterator[None]:
+    before = [module.training for module in modules]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in zip(modules, before, strict=True):
+            module.training = training
+
+
+def copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper: compile nothing for a check
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model  # this rank's own
+    try:
+        twin = copy.deepcopy(model)
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(f"the model cannot be copied, which verify() needs: {error}") from error
+    for tensor in [*twin.parameters(), *twin.buffers()]:
+        tensor.data = cast_to(tensor.data, dtype)
+    for own, (name, parameter) in zip(twin.parameters(), model.named_parameters(), strict=True):
+        hooks.refuse_multi_grad(parameter, name)
+        carry_hooks(parameter, own)
+    return twin
+
+
+def carry_hooks(parameter: Tensor, twin: Tensor) -> None:
+    """A copy of a parameter has lost its hooks (torch 2.13)."""
+
+    def in_its_dtype(hook: Any) -> Any:
+        def run(gradient: Tensor) -> Any:
+            found = hook(gradient)
+            return found.to(gradient.dtype) if isinstance(found, Tensor) else found
+
+        return run
+
+    for hook in list((hooks.BEFORE(parameter) or {}).values()):
+        twin.register_hook(in_its_dtype(hook))
+    for hook in list((hooks.AFTER(parameter) or {}).values()):
+        twin.register_post_accumulate_grad_hook(hook)
+
+
+def cast_to(batch: Any, dtype: torch.dtype) -> Any:
+    """A copy, as precise as that."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        if tensor.is_complex():
+            wanted = torch.promote_types(dtype, torch.complex64)
+        return tensor.detach().to(wanted, copy=True).requires_grad_(tensor.requires_grad)
+
+    return nest.map_tensors(cast, batch)
