@@ -4,40 +4,43 @@ For a window of micro-batches k with mean loss l_k and weight w_k, the loss of t
 
     loss = sum_k w_k * l_k / W        with  W = sum_k w_k
 
-and the gradient is the gradient of exactly that. All that bigbatch does in any framework carries out this
-line. There are two ways to it.
+and the gradient is the gradient of exactly that. Every framework calls the functions of this file; `share` has the
+only division by a total weight. It works on plain numbers, tensors and traced arrays: the one operation that differs
+between them, `where`, is an argument.
 
-**Count before dividing.** The whole window is at hand, so W is known before the first backward pass. Each
-micro-loss is multiplied by `scales(w_k, W)` = w_k / W, and the gradients simply add up:
+**Count before dividing.** If the whole window is available, W is known before the first backward pass. Each loss is
+multiplied by w_k / W, and the gradients add up:
 
-    weights = [weigh(micro_batch) for micro_batch in window]
     total = totals(weights)
     for micro_batch, weight in zip(window, weights):
-        (loss(micro_batch) * scales(weight, total)).backward()
+        (loss(micro_batch) * share(weight, total)).backward()
 
-**Divide once at the end.** The user feeds micro-batches one at a time and nobody knows W yet. Each
-micro-loss is multiplied by w_k / w_1 (a `Tally` remembers w_1, which keeps the sums as large as a mean's, so
-that float16 does not overflow), and the finished sum is multiplied by w_1 / W:
+**Divide once at the end.** If micro-batches arrive one at a time, nobody knows W yet. Each loss is multiplied by
+w_k / reference, and the finished sum by reference / W:
 
-    sum_k (w_k / w_1) * g_k  *  (w_1 / W)  =  sum_k w_k * g_k / W
+    sum_k (w_k / reference) * g_k  *  (reference / W)  =  sum_k w_k * g_k / W
 
-The number of micro-batches appears in neither: dividing by it is wrong as soon as weights differ.
+These are the same window with another reference: the total, or the first weight, which keeps the sums as large as a
+mean's, so that float16 does not overflow. `Weights` does both.
 
-A loss may have several terms, each a mean over a count of its own (tokens, samples). Then losses and weights
-are tuples of the same length, and each term is divided by its own total. Everything here therefore works on
-tuples; a plain loss is a tuple of one. With reduction "sum" nothing is multiplied or divided at all.
+The number of micro-batches appears nowhere: dividing by it is wrong as soon as weights differ.
+
+A loss may have several terms, each a mean over a count of its own (tokens, samples). Then losses and weights are
+tuples of the same length, and each term is divided by its own total. A plain loss is a tuple of one. With reduction
+"sum" nothing is divided.
 """
 
 import numbers
 import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from .errors import LossError, OptionError, WeightError
 
 Reduction = Literal["mean", "sum"]
 Terms = tuple[Any, ...]
+Where = Callable[[Any, Any, Any], Any]
 INTEGRAL = (int, numbers.Integral)  # Python's own first: an abstract class takes ten times as long to ask
 REAL = (int, float, numbers.Real)
 MAX_WEIGHT = sys.float_info.max
@@ -53,74 +56,99 @@ def from_terms(terms: Terms) -> Any:
     return terms[0] if len(terms) == 1 else terms
 
 
+def choose(condition: bool, value: Any, other: Any) -> Any:
+    """`where` for plain numbers."""
+    return value if condition else other
+
+
+def share(weight: Any, total: Any, where: Where = choose) -> Any:
+    """w / W, the one division of bigbatch; 0 where W is 0, since a mean over nothing counts nothing.
+
+    Args:
+        weight: A weight, or a sum that is to become a mean: a number, a tensor or a traced array.
+        total: What it is a share of.
+        where: The framework's `where(condition, value, other)`; the arguments are plain numbers if it is left out.
+    """
+    is_empty = total == 0
+    return where(is_empty, 0.0, weight / where(is_empty, 1.0, total))
+
+
+def shares(weight: Terms, total: Terms, reduction: Reduction = "mean", where: Where = choose) -> Terms:
+    """What each term of one micro-batch's loss is multiplied by: w_k / W, or 1 with reduction "sum"."""
+    if reduction == "sum":
+        return tuple([1.0 for _ in weight])
+    return tuple([share(w, t, where) for w, t in zip(weight, total, strict=True)])
+
+
+def counted(value: Any, share: Any, where: Where = choose) -> Any:
+    """A loss or a gradient times its share; 0 where the share is 0, even if the value is not a number (0/0)."""
+    return where(share == 0, 0.0, value * share)
+
+
 def totals(weights: Sequence[Terms]) -> Terms:
     """The total weight of a window, term by term."""
     return tuple(map(sum, zip(*weights, strict=True)))
 
 
-def scales(weight: Terms, total: Terms, reduction: Reduction = "mean") -> Terms:
-    """What each term of one micro-batch's loss is multiplied by: w_k / W.
-
-    A term whose total is zero is a mean over nothing: it counts nothing.
-    """
-    if reduction == "sum":
-        return tuple(1.0 for _ in weight)
-    return tuple(w / t if t else 0.0 for w, t in zip(weight, total, strict=True))
-
-
-def times(terms: Terms, factor: float) -> Terms:
-    """Every term multiplied by the same."""
-    return terms if factor == 1 else tuple(term * factor for term in terms)
-
-
 def weighted(losses: Sequence[Terms], by: Sequence[Terms]) -> tuple[float, ...]:
-    """sum_k s_k * l_k, term by term. What counts zero is left out, even if it is not a number (0/0)."""
+    """The loss of the whole batch, term by term: the sum of every micro-batch's loss times its share."""
     return tuple(
-        sum(float(value) * scale for value, scale in zip(term, scale_of_term, strict=True) if scale)
-        for term, scale_of_term in zip(zip(*losses, strict=True), zip(*by, strict=True), strict=True)
+        sum(float(value) * part for value, part in zip(term, of_term, strict=True) if part)
+        for term, of_term in zip(zip(*losses, strict=True), zip(*by, strict=True), strict=True)
     )
 
 
-class Tally:
-    """The weights of a window that is fed one micro-batch at a time."""
+class Weights:
+    """The weights of one window, and the reference that its losses are measured by.
 
-    def __init__(self, reduction: Reduction = "mean", reference: Terms = ()) -> None:
+        weights = Weights(reduction, reference)       # the total, if it is known; else the first weight is taken
+        for micro_batch in window:
+            (loss(micro_batch) * weights.share(weight)).backward()
+            weights.add(weight)
+        gradient *= weights.rest(total)               # 1 if the reference was the total
+
+    Args:
+        reduction: "mean" or "sum".
+        reference: What weights are divided by while gradients add up, term by term. Empty: the first weight.
+        where: The framework's `where`, if weights may be tensors.
+    """
+
+    def __init__(self, reduction: Reduction = "mean", reference: Terms = (), where: Where = choose) -> None:
         self.reduction = reduction
+        self.reference = reference
         self.weights: list[Terms] = []
-        self.reference: Terms = self._reference(reference)
+        self._where = where
 
     def check(self, weight: Terms) -> None:
-        """Refuses a micro-batch with other terms than those before it in the window."""
+        """Raises WeightError if this micro-batch has another number of terms than those before it."""
         if self.weights and len(weight) != len(self.reference):
             raise WeightError(
                 f"this micro-batch has {len(weight)} weights, those before it in the window have "
                 f"{len(self.reference)}: give every micro-batch the same terms"
             )
 
-    def scale(self, weight: Terms) -> Terms:
-        """What the losses of the next micro-batch are multiplied by: w_k / w_1."""
-        if self.reduction == "sum":
-            return tuple([1.0 for _ in weight])
-        reference = self.reference or self._reference(weight)
-        return tuple([w / r for w, r in zip(weight, reference, strict=True)])
+    def share(self, weight: Terms) -> Terms:
+        """What the losses of the next micro-batch are multiplied by: w_k / reference."""
+        return shares(weight, self.reference or _first(weight), self.reduction, self._where)
 
     def add(self, weight: Terms) -> None:
         """Counts a micro-batch."""
         self.check(weight)
-        self.reference = self.reference or self._reference(weight)
+        self.reference = self.reference or _first(weight)
         self.weights.append(weight)
 
-    @staticmethod
-    def _reference(weight: Terms) -> Terms:
-        return tuple(w + (w == 0) for w in weight)  # 1 instead of 0, wherever the number is kept
+    def rest(self, total: Terms) -> Terms:
+        """What the finished sums are multiplied by: reference / W."""
+        return shares(self.reference, total, self.reduction, self._where)
 
-    def factors(self, total: Terms) -> Terms:
-        """What the finished sums are multiplied by: w_1 / W."""
-        return scales(self.reference, total, self.reduction)
+
+def _first(weight: Terms) -> Terms:
+    """The first weight as a reference: 1 instead of 0, without asking a device."""
+    return tuple([w + (w == 0) for w in weight])
 
 
 def is_number(value: Any) -> bool:
-    """Whether this is a plain number, to be had without asking any device."""
+    """Whether this is a plain number, which no device has to be asked for."""
     return isinstance(value, REAL)
 
 
@@ -132,7 +160,7 @@ def as_plain(value: Any) -> Any:
 
 
 def check_weight(weight: Terms, *, of: str) -> Terms:
-    """The weight, if every term is a finite number that is not negative."""
+    """Returns the weight; raises WeightError unless every term is a finite number of at least 0."""
     for w in weight:
         if not (is_number(w) and 0 <= as_plain(w) <= MAX_WEIGHT):
             raise WeightError(
@@ -143,7 +171,7 @@ def check_weight(weight: Terms, *, of: str) -> Terms:
 
 
 def check_terms(num_losses: int, num_weights: int) -> None:
-    """Refuses a loss whose terms are not matched by weights."""
+    """Raises LossError unless the loss has as many terms as the weight."""
     if num_losses != num_weights:
         raise LossError(
             f"the loss has {num_losses} term{'s' * (num_losses != 1)} but the weight has {num_weights}: "
@@ -152,6 +180,6 @@ def check_terms(num_losses: int, num_weights: int) -> None:
 
 
 def check_reduction(reduction: str) -> None:
-    """Refuses a reduction that there is none of."""
+    """Raises OptionError unless reduction is "mean" or "sum"."""
     if reduction not in ("mean", "sum"):
         raise OptionError(f'reduction={reduction!r} is unknown: pass "mean" or "sum"')

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..core.errors import OptionError, OrderError
 from ..core.options import Option, check_callable, check_steps
 from ..core.step import Step
-from ..core.weight import Tally, Terms, as_terms, check_weight, scales, times, totals
+from ..core.weight import Terms, Weights, as_terms, check_weight, shares, totals
 from ..core.window import steps_at
 from . import checks
 from . import sums as arithmetic
@@ -17,7 +17,7 @@ from .distributed.totals import Agreement, Share
 from .passes import Passes
 from .precision import is_low
 from .sums import Sums
-from .weight import check_all, on_host, read
+from .weight import check_all, on_host, read, times
 from .window import MicroBatch, OpenWindow, values_of
 
 
@@ -98,7 +98,7 @@ class Feeding(Passes):
                 self._open.check_unchanged(self._turns.seen())
         reference = self._replicas.meet(terms)
         return self._open or OpenWindow(
-            Tally(self.reduction, reference), [Sums() for _ in terms], loss_scale=self._precision.loss_scale()
+            Weights(self.reduction, reference), [Sums() for _ in terms], loss_scale=self._precision.loss_scale()
         )
 
     def _feed(self, micro: MicroBatch, window: OpenWindow, losses: Terms, weight: Terms) -> None:
@@ -111,7 +111,7 @@ class Feeding(Passes):
         micro.has_begun = True
         if self.reduction == "mean" and not self._replicas.is_sharded:
             window.measure_by(weight)
-        scale = window.tally.scale(weight)
+        scale = window.tally.share(weight)
         for t, (loss, sums) in enumerate(zip(losses, window.sums, strict=True)):
             collection = self._gradients.collection(sums)
             try:
@@ -179,14 +179,14 @@ class Feeding(Passes):
         if window is None:
             return self._step(self.loss, [], agreed, None, OpenWindow.of_step(self.reduction, []))
         sums = self._summed(window, weights, agreed())
-        by = [scales(weight, agreed().total, self.reduction) for weight in weights]
+        by = [shares(weight, agreed().total, self.reduction) for weight in weights]
         losses = self._replicas.sum_losses(window.losses, by, len(agreed().total))
         return self._apply(sums, losses, agreed(), None)
 
     def _summed(self, window: OpenWindow, weights: list[Terms], agreement: Agreement) -> Sums:
         """The gradient sums of an open window, of all terms and ranks."""
         sums = Sums()
-        factors = times(window.tally.factors(agreement.total), self._replicas.divisor)
+        factors = times(window.tally.rest(agreement.total), self._replicas.divisor)
         for term, factor in zip(window.sums, factors, strict=True):
             arithmetic.scale(term, term.unit * factor)
             arithmetic.add(sums, term)

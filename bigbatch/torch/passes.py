@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..core.errors import Interrupted
 from ..core.options import Fixed
 from ..core.step import Step
-from ..core.weight import Terms, times
+from ..core.weight import Terms
 from . import batch as nest
 from . import checks
 from . import sums as arithmetic
@@ -21,7 +21,7 @@ from .precision import is_low
 from .transfer import Transfer
 from .update import Update
 from .verify.time_major import TimeAxis
-from .weight import Scales
+from .weight import Scales, times
 from .window import OpenWindow, values_of
 
 Loss = Callable[[Any, Any], Any]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import WeightError
-from ..core.weight import Reduction, Terms, as_plain, as_terms, check_terms, check_weight, scales, totals
+from ..core.weight import Reduction, Terms, as_plain, as_terms, check_terms, check_weight, shares, totals
 from .distributed.totals import Agreed
 
 Weight = Callable[[Any], Any]
@@ -25,7 +25,7 @@ class Scales(dict[Terms, Terms]):
         self._reduction: Reduction = reduction
 
     def __missing__(self, weight: Terms) -> Terms:
-        self[weight] = scales(weight, self._agreed().total, self._reduction)
+        self[weight] = shares(weight, self._agreed().total, self._reduction)
         return self[weight]
 
 
@@ -94,3 +94,8 @@ def _sum(weight: Tensor) -> Tensor:
 
 def _widest(weight: Tensor) -> torch.dtype:
     return torch.float32 if weight.device.type == "mps" else torch.float64  # mps has no float64
+
+
+def times(terms: Terms, factor: float) -> Terms:
+    """Every term multiplied by the same."""
+    return terms if factor == 1 else tuple(term * factor for term in terms)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.errors import OrderError, StateError
 from ..core.step import Step
-from ..core.weight import Reduction, Tally, Terms, from_terms, is_number, weighted
+from ..core.weight import Reduction, Terms, Weights, from_terms, is_number, weighted
 from . import sums as arithmetic
 from .distributed.shards import like, local
 from .gradients import Gradients
@@ -24,7 +24,7 @@ FAR = 2.0**40
 class OpenWindow:
     """The micro-batches so far: their weights, their losses, and the gradient sums of each term."""
 
-    tally: Tally
+    tally: Weights
     sums: list[Sums]
     losses: list[list[Any]] = field(default_factory=list)
     loss_scale: Tensor | None = None
@@ -54,7 +54,7 @@ class OpenWindow:
 
     @classmethod
     def of_step(cls, reduction: Reduction, weights: list[Terms]) -> "OpenWindow":
-        tally = Tally(reduction)
+        tally = Weights(reduction, tuple(1.0 for _ in weights[0]) if weights else (1.0,))
         tally.weights = weights
         return cls(tally, [Sums()], is_of_step=True)
 
@@ -152,7 +152,7 @@ class OpenWindow:
                     f"parameter {k} has the shape {tuple(saved)} in the state but {shape} in the optimizer: "
                     "load it into the same model and optimizer"
                 )
-        tally = Tally(reduction)
+        tally = Weights(reduction)
         tally.weights = [tuple(weight) for weight in state["weights"]]
         tally.reference = tuple(state["reference"])
         loss_scale = state["loss_scale"]

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from bigbatch import LossError, OptionError, WeightError
 from bigbatch.core.weight import (
-    Tally,
+    Weights,
     as_terms,
     check_reduction,
     check_terms,
     check_weight,
     from_terms,
     is_number,
-    scales,
+    shares,
     totals,
     weighted,
 )
@@ -50,16 +50,16 @@ def by_formula(weights, losses):
 
 def counting_first(weights, losses):
     total = totals(weights)
-    return weighted(losses, [scales(weight, total) for weight in weights])
+    return weighted(losses, [shares(weight, total) for weight in weights])
 
 
 def dividing_at_the_end(weights, losses):
-    tally = Tally()
+    tally = Weights()
     sums = [0.0] * len(weights[0])
     for weight, loss in zip(weights, losses, strict=True):
-        sums = [s + scale * x for s, scale, x in zip(sums, tally.scale(weight), loss, strict=True)]
+        sums = [s + scale * x for s, scale, x in zip(sums, tally.share(weight), loss, strict=True)]
         tally.add(weight)
-    return [s * factor for s, factor in zip(sums, tally.factors(totals(weights)), strict=True)]
+    return [s * factor for s, factor in zip(sums, tally.rest(totals(weights)), strict=True)]
 
 
 def mean_of_means(weights, losses):
@@ -136,17 +136,17 @@ def test_totals_refuse_a_window_of_uneven_terms():
 def test_scales_add_up_to_one_or_nothing(window):
     weights, _ = window
     total = totals(weights)
-    by = [scales(weight, total) for weight in weights]
+    by = [shares(weight, total) for weight in weights]
     for t, whole in zip(totals(by), total, strict=True):
         assert t == (pytest.approx(1.0) if whole else 0.0)
 
 
 def test_scale_over_nothing_is_zero():
-    assert scales((0, 3), (0, 6)) == (0.0, 0.5)
+    assert shares((0, 3), (0, 6)) == (0.0, 0.5)
 
 
 def test_sum_scales_nothing():
-    assert scales((7, 0), (14, 0), "sum") == (1.0, 1.0)
+    assert shares((7, 0), (14, 0), "sum") == (1.0, 1.0)
 
 
 # --- weighted --------------------------------------------------------------------------------------------
@@ -176,51 +176,51 @@ def fed(tally, *weights):
     """The scales of micro-batches that are fed one after the other."""
     found = []
     for weight in weights:
-        found += tally.scale((weight,))
+        found += tally.share((weight,))
         tally.add((weight,))
     return found
 
 
 def test_tally_scales_by_the_first_weight():
-    tally = Tally()
+    tally = Weights()
     assert fed(tally, 4, 8, 1) == [1.0, 2.0, 0.25]
-    assert tally.factors((13,)) == (4 / 13,)
+    assert tally.rest((13,)) == (4 / 13,)
     assert tally.weights == [(4,), (8,), (1,)]
 
 
 def test_tally_keeps_sums_as_large_as_a_mean():
     """Weights of 50,000 tokens would overflow float16 if sums were not kept relative to the first."""
-    assert fed(Tally(), *[50_000] * 8) == [1.0] * 8
+    assert fed(Weights(), *[50_000] * 8) == [1.0] * 8
 
 
 def test_tally_that_starts_with_nothing():
-    tally = Tally()
+    tally = Weights()
     assert fed(tally, 0, 6) == [0.0, 6.0]
-    assert tally.factors((6,)) == (pytest.approx(1 / 6),)
+    assert tally.rest((6,)) == (pytest.approx(1 / 6),)
 
 
 def test_tally_of_nothing_at_all():
-    tally = Tally()
+    tally = Weights()
     assert fed(tally, 0, 0) == [0.0, 0.0]
-    assert tally.factors((0,)) == (0.0,)
+    assert tally.rest((0,)) == (0.0,)
 
 
 def test_tally_of_sums_scales_nothing():
-    tally = Tally("sum")
+    tally = Weights("sum")
     assert fed(tally, 4, 0, 9) == [1.0, 1.0, 1.0]
-    assert tally.factors((13,)) == (1.0,)
+    assert tally.rest((13,)) == (1.0,)
 
 
 def test_asking_for_a_scale_counts_nothing():
-    tally = Tally()
-    tally.scale((4,))
-    tally.scale((2,))
+    tally = Weights()
+    tally.share((4,))
+    tally.share((2,))
     assert tally.weights == []
     assert fed(tally, 8, 4) == [1.0, 0.5]
 
 
 def test_tally_refuses_other_terms():
-    tally = Tally()
+    tally = Weights()
     tally.add((1, 2))
     with pytest.raises(WeightError, match=r"has 1 weights, those before it in the window have 2"):
         tally.add((1,))

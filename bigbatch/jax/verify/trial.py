@@ -11,7 +11,7 @@ import numpy as np
 from ...core.errors import GradientError, LossError
 from ...core.verify.compare import Gradient, Loop, Rows, total_error_of
 from ...core.verify.diagnosis import Array
-from ...core.weight import scales, totals
+from ...core.weight import shares, totals
 from ...core.window import cuts
 from ..batch import Arrays, Form, num_rows
 from ..distributed import inner_jaxprs
@@ -128,7 +128,7 @@ class Trial:
     def _scales(self, run: Run, micro_batches: list[Arrays]) -> Array:
         weights = [self._weights_of(run, micro_batch) for micro_batch in micro_batches]
         total = totals(weights)
-        return np.array([scales(weight, total, self.reduction) for weight in weights])
+        return np.array([shares(weight, total, self.reduction) for weight in weights])
 
     def _weights_of(self, run: Run, micro_batch: Arrays) -> tuple[float, ...]:
         found = run.weights(micro_batch) or (num_rows(micro_batch),) * run.num_terms

@@ -12,7 +12,7 @@ from ml_dtypes import finfo
 from ...core.errors import BigBatchWarning, OptionError
 from ...core.verify.compare import Gradient, Loop, Rows
 from ...core.verify.diagnosis import Array
-from ...core.weight import Reduction, Terms, as_terms, scales, totals
+from ...core.weight import Reduction, Terms, as_terms, shares, totals
 from ...core.window import Window, cuts
 from .. import batch as nest
 from ..accumulator import Accumulator, Loss, Weight
@@ -93,7 +93,7 @@ class Trial:
     def right_scales(self) -> Array:
         weights = list(map(self._weight_of, self.micro_batches))
         total = totals(weights)
-        return np.array([scales(weight, total, self.reduction) for weight in weights])
+        return np.array([shares(weight, total, self.reduction) for weight in weights])
 
     def _weight_of(self, batch: Any) -> Terms:
         if self.weight is None:
@@ -103,7 +103,7 @@ class Trial:
 
     def _share_of(self, batch: Any) -> Share:
         """How much of the whole batch this is, for a loss that divides by the size of the whole batch."""
-        found = scales(self._weight_of(batch), self._weight_of(self.batch), self.reduction)
+        found = shares(self._weight_of(batch), self._weight_of(self.batch), self.reduction)
         return Share(found[0] if len(found) == 1 else None)
 
     def notes(self) -> list[str]:

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...core.errors import BigBatchWarning, OptionError
 from ...core.verify.compare import Gradient, Loop, Rows
 from ...core.verify.diagnosis import Array
-from ...core.weight import Reduction, Terms, as_terms, scales, totals
+from ...core.weight import Reduction, Terms, as_terms, shares, totals
 from ...core.window import Window, cuts
 from .. import batch as nest
 from .. import hooks
@@ -168,7 +168,7 @@ class Trial:
 
     def right_scales(self) -> Array:
         total = totals(self._weights)
-        return np.array([scales(w, total, self.reduction) for w in self._weights])
+        return np.array([shares(w, total, self.reduction) for w in self._weights])
 
     # --- what is known of the model --------------------------------------------------------------------------
 
