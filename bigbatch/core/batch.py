@@ -1,0 +1,53 @@
+"""The batch axis: the size that all parts of a batch share, and what is said where they do not."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from .errors import BatchError, BigBatchWarning
+
+
+def shared_size(parts: Sequence[tuple[str, int]], batch: Any, remedy: str = "", *, name: str = "batch") -> int:
+    """The number of samples; raises BatchError unless all parts have the same, and at least one.
+
+    Args:
+        parts: The name of each array or tensor that has a batch axis, and the size of that axis.
+        batch: What the parts came from.
+        remedy: What helps if they differ, in the words of the framework.
+        name: What the message calls the batch.
+    """
+    if not parts:
+        raise BatchError(
+            f"the {name} has no tensor with a batch axis ({type(batch).__name__}): pass a tensor or a nest of tensors"
+        )
+    first, size = parts[0]
+    for other, num in parts:
+        if num != size:
+            raise BatchError(
+                f"{first} has {size} samples but {other} has {num}: all tensors of a batch share their leading axis"
+                f"{remedy}"
+            )
+    if not size:
+        raise BatchError(f"{first} has 0 samples: leave empty batches out of the stream")
+    return size
+
+
+def warn_of_batch_norm(names: Sequence[str], freeze: str, *, layer: str = "BatchNorm", stacklevel: int = 3) -> bool:
+    """Warns that BatchNorm sees micro-batches; returns whether there is any.
+
+    Args:
+        names: The layers that normalise by what they are fed.
+        freeze: How they are frozen in this framework: "put them into eval mode".
+        layer: What the framework calls them.
+        stacklevel: As in `warnings.warn`, counted from the caller.
+    """
+    if names:
+        norm = layer.removeprefix("Batch")
+        warnings.warn(
+            f"{len(names)} {layer} layer{'s' * (len(names) != 1)} in training mode ({names[0]} first) normalise by "
+            f"the micro-batch, so the result is not that of the full batch: {freeze}, or use Group{norm} or "
+            f"Layer{norm}, to be exact; verify() shows how far apart it is",
+            BigBatchWarning,
+            stacklevel=stacklevel + 1,
+        )
+    return bool(names)

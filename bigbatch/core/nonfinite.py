@@ -1,0 +1,141 @@
+"""What happens when a gradient or a loss is not finite: the policy and its messages, for every framework."""
+
+import math
+import warnings
+from typing import Any, Literal
+
+from .errors import BigBatchWarning, NonFiniteError, OrderError
+from .options import Option, check_on_nonfinite, check_size
+from .weight import Terms
+
+OnNonFinite = Literal["skip", "raise", "stop"]
+REMEDY = "look at the data of that step, lower the learning rate, or clip the gradient"
+
+
+class NonFinite:
+    """Keeps such a gradient away from the parameters, and tells the user in the way that they chose.
+
+    "skip":  warn, and start the next window clean; too many skipped steps in a row are an error
+    "raise": raise NonFiniteError at once
+    "stop":  skip the step, and make no further one
+
+    A GradScaler finds its scale by overflowing: such a step is skipped and counted, and nothing is said.
+
+    Args:
+        on_nonfinite: "skip", "raise" or "stop".
+        max_skipped: After how many skipped steps in a row to raise NonFiniteError; None for never.
+    """
+
+    on_nonfinite = Option(check_on_nonfinite)
+    max_skipped = Option(check_size)
+
+    def __init__(self, on_nonfinite: OnNonFinite = "skip", max_skipped: int | None = 32) -> None:
+        self.on_nonfinite = on_nonfinite
+        self.max_skipped = max_skipped
+        self.is_stopped = False
+        self.num_skipped = 0
+        """How many steps in a row have been skipped."""
+        self._first_step = 0
+        self._first_place = ""
+        self._due: dict[int, str] = {}
+        """What is to be raised, by the step that was one too many."""
+
+    @property
+    def needs_finite_loss(self) -> bool:
+        """Whether a loss that is not finite counts if its gradient is finite: "skip" applies it, as any loop would."""
+        return bool(self.on_nonfinite != "skip")
+
+    def applied(self) -> None:
+        """Records a step that was applied."""
+        self.num_skipped = 0
+
+    def skipped(self, step: int, place: str, *, is_overflow: bool) -> None:
+        """Records a step that was not applied; raises, warns or stops as the user chose.
+
+        Args:
+            step: Its number, from 1.
+            place: What is not finite: "the loss", "the gradient of weight".
+            is_overflow: Whether a GradScaler handles it.
+        """
+        if self.on_nonfinite == "raise" and not is_overflow:
+            raise NonFiniteError(raised(step, place))
+        if not self.num_skipped:
+            self._first_step, self._first_place = step, place
+        self.num_skipped += 1
+        is_too_many = self.max_skipped is not None and self.num_skipped >= self.max_skipped
+        if self.on_nonfinite == "stop":
+            self.is_stopped = is_too_many or not is_overflow
+            return
+        if is_too_many:
+            self._due[step] = too_many(self.num_skipped, self._first_step, self._first_place, self.max_skipped)
+        if not is_overflow:
+            warnings.warn(
+                f"step {step} was skipped: {place} is not finite; "
+                "the parameters are unchanged and the next window starts clean",
+                BigBatchWarning,
+                stacklevel=7,
+            )
+
+    def check(self, until: int) -> None:
+        """Raises NonFiniteError if too many steps in a row were skipped, the last of them in step `until` or before.
+
+        Later steps may be known already, but not on all ranks, and all ranks must do the same.
+        """
+        if self._due and (due := [step for step in self._due if step <= until]):
+            messages = [self._due.pop(step) for step in due]
+            raise NonFiniteError(messages[-1])
+
+    def check_not_stopped(self) -> None:
+        """Raises OrderError if a step was skipped with `on_nonfinite="stop"`."""
+        if self.is_stopped:
+            raise OrderError(
+                f"training was stopped because {self._first_place} was not finite in step {self._first_step}: "
+                "load an earlier state with load_state_dict(), or make a new accumulator"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"num_steps": self.num_skipped, "first_step": self._first_step, "first_place": self._first_place}
+
+    @staticmethod
+    def read(state: dict[str, Any]) -> dict[str, Any]:
+        """A saved state, checked: raises TypeError if a value is of another kind."""
+        default = NonFinite().state_dict()
+        return {name: type(value)() + state.get(name, value) for name, value in default.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from what `read` returned."""
+        self.num_skipped, self._first_step = state["num_steps"], state["first_step"]
+        self._first_place = state["first_place"]
+        self._due.clear()
+        self.is_stopped = False
+
+
+def raised(step: int, place: str) -> str:
+    """The message of `on_nonfinite="raise"`."""
+    return (
+        f"{place} is not finite in step {step}, which was not made: {REMEDY}, "
+        'or pass on_nonfinite="skip" to skip such steps'
+    )
+
+
+def too_many(num_skipped: int, first_step: int, first_place: str, max_skipped: int | None) -> str:
+    """The message after `max_skipped` skipped steps in a row."""
+    return (
+        f"{num_skipped} steps in a row were skipped since the last one that was applied, the first in "
+        f"step {first_step}, where {first_place} was first not finite: {REMEDY}, "
+        f"or pass a max_skipped above {max_skipped}"
+    )
+
+
+def place_of(name: str | None) -> str:
+    """How messages call the gradient of a parameter; None if it is not known here."""
+    return f"the gradient of {name}" if name is not None else "a part of the gradient that another rank has"
+
+
+def place_in(losses: Terms) -> str | None:
+    """How messages call the first loss that is not finite; None if all are finite."""
+    for number, loss in enumerate(losses, 1):
+        if not math.isfinite(loss):
+            return "the loss" if len(losses) == 1 else f"term {number} of the loss"
+    return None
