@@ -17,7 +17,7 @@ class Lock:
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.held_by: dict[int, weakref.ref["Hold"]] = {}
+        self.held_by: dict[int, weakref.ref[Hold]] = {}
         """The call that holds it, on each replica: a dict, because `setdefault` tests and takes in one go."""
         self.num_changes = 0
         """How often the parameters were stepped: fused and captured optimizers leave no trace on them (torch 2.13)."""
@@ -51,7 +51,9 @@ class Hold:
                 mark = lock.held_by.setdefault(replica, self._mark)
                 if lock.is_orphaned or mark is not self._mark:
                     self.__exit__()
-                    raise OrderError(_refusal(self._call, is_orphaned=lock.is_orphaned, is_own=_is_of_this_thread(mark)))
+                    raise OrderError(
+                        _refusal(self._call, is_orphaned=lock.is_orphaned, is_own=_is_of_this_thread(mark))
+                    )
 
     def __exit__(self, *_: Any) -> None:
         _release(self._locks, self._replicas, self._mark)

@@ -101,7 +101,8 @@ class NonFinite:
     def read(state: dict[str, Any]) -> dict[str, Any]:
         """A saved state, checked: raises TypeError if a value is of another kind."""
         default = NonFinite().state_dict()
-        return {name: type(value)() + state.get(name, value) for name, value in default.items()}
+        state = {**default, **state}
+        return {name: type(value)() + state[name] for name, value in default.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from what `read` returned."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from ..core.errors import BatchError, Interrupted, OptionError, OrderError, StateError
+from ..core.nonfinite import NonFinite, OnNonFinite
 from ..core.options import Fixed, Option, check_callable, check_size
 from ..core.step import Step
 from ..core.weight import Reduction, check_reduction, totals
@@ -21,7 +22,6 @@ from .distributed.ranks import Reduce
 from .distributed.totals import Share
 from .feeding import Feeding
 from .gradients import Gradients
-from .nonfinite import NonFinite, OnNonFinite
 from .passes import Loss
 from .precision import Precision
 from .state import like_its_own, packed, unpacked
@@ -87,7 +87,7 @@ class Accumulator(Feeding):
         group: "ProcessGroup | None" = None,
         reduce: Reduce = "window",
         on_nonfinite: OnNonFinite = "skip",
-        max_skipped: int = 32,
+        max_skipped: int | None = 32,
     ) -> None:
         check_reduction(reduction)
         checks.check_model(model)
@@ -127,7 +127,7 @@ class Accumulator(Feeding):
         Where several ranks train the model together, the whole batch is that of all ranks, and every rank calls this;
         one that has no data this time passes None.
         """
-        with self._turns.take("step()"):
+        with self._exclusive.hold("step()"):
             self._check_nonfinite()
             self._stop_before_beginning("batch")
             return self._step_on(batch)
@@ -145,7 +145,7 @@ class Accumulator(Feeding):
             self._replicas.check(self._gradients, weights if self.reduction == "mean" else ())
             if self._so_far is not None:
                 self._so_far.check_same(weights)
-                self._so_far.check_unchanged(self._turns.seen())
+                self._so_far.check_unchanged(self._seen())
                 self._so_far.check_trainable(self._gradients.parameters)
         passes = [
             (micro_batch, weight)
@@ -189,8 +189,8 @@ class Accumulator(Feeding):
 
         Where several ranks train the model together, every rank calls this.
         """
-        self._turns.mend()
-        with self._turns.take("forget()"):
+        self._exclusive.recover()
+        with self._exclusive.hold("forget()"):
             self._so_far = None
             if self._open is not None:
                 self._open = None
@@ -204,7 +204,7 @@ class Accumulator(Feeding):
         The model, the optimizer and the scheduler are the user's and are saved beside it, as always. Where several
         ranks train the model together, each has a state of its own, for torch.distributed.checkpoint.
         """
-        with self._turns.take("state_dict()"):
+        with self._exclusive.hold("state_dict()"):
             return self._state_dict()
 
     def _state_dict(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class Accumulator(Feeding):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` gave, in this process or another."""
-        with self._turns.take("load_state_dict()"):
+        with self._exclusive.hold("load_state_dict()"):
             self._load_state_dict(state)
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:

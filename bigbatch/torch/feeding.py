@@ -50,7 +50,7 @@ class Feeding(Passes):
                 'micro_batch() is a loop of yours, which cannot be captured: use step(), or capture="auto"'
             )
         terms = on_host(as_terms(1 if weight is None else weight))
-        with self._turns.take("micro_batch()"):
+        with self._exclusive.hold("micro_batch()"):
             self._check_nonfinite()
             self._refuse_so_far("micro_batch()")
             self._stop_before_beginning("micro-batch")
@@ -76,7 +76,7 @@ class Feeding(Passes):
                 raise
             finally:
                 micro.is_over = True
-                window.seen = self._turns.seen()  # what a pass does to parameters is the model's own business
+                window.seen = self._seen()  # what a pass does to parameters is the model's own business
             if len(window) >= num_wanted:
                 micro.step = self._close(is_ending=False)
 
@@ -95,7 +95,7 @@ class Feeding(Passes):
             self._gradients.refuse_multi_grad_hooks()
             if self._open is not None:
                 self._open.tally.check(terms)
-                self._open.check_unchanged(self._turns.seen())
+                self._open.check_unchanged(self._seen())
         reference = self._replicas.meet(terms)
         return self._open or OpenWindow(
             Weights(self.reduction, reference), [Sums() for _ in terms], loss_scale=self._precision.loss_scale()
@@ -142,7 +142,7 @@ class Feeding(Passes):
     def flushed(self) -> Iterator[Step]:
         """The steps that `flush` makes: one at most, but for a rank whose data ended before those of the others."""
         while True:
-            with self._turns.take("flush()"):
+            with self._exclusive.hold("flush()"):
                 self._check_nonfinite()
                 self._refuse_so_far("flush()")
                 step = self._close(is_ending=True)
@@ -159,7 +159,7 @@ class Feeding(Passes):
                 checks.refuse_held_back(self.optimizer, self.scheduler)
                 self._gradients.refuse_foreign()
                 if is_ending:  # else the last micro-batch has just been
-                    self._open.check_unchanged(self._turns.seen())
+                    self._open.check_unchanged(self._seen())
             window, self._open = self._open, None
             weights = [] if window is None else read(window.tally.weights)
             check_all(weights)

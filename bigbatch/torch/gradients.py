@@ -1,6 +1,7 @@
 """The gradients of what an optimizer holds: collected out of the way of .grad, then handed over as one gradient."""
 
 import functools
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from .gradient_buffer import HAS_GRAD_DTYPE, Collection, clear, set_grad_dtype
 from .sums import Sums, plain
 
 _promoted = functools.cache(torch.promote_types)
+VERSION = operator.attrgetter("_version")
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
@@ -40,6 +42,17 @@ class Gradients:
     @property
     def is_fused(self) -> bool:
         return bool(self._optimizer.defaults.get("fused"))
+
+    def held(self) -> list[Any]:
+        """The same, for those who ask more than once."""
+        return self.parameters
+
+    def marks(self) -> list[int]:
+        """Differs from what it was before if the parameters were changed in place, moved or replaced."""
+        parameters = self.parameters
+        plain = [p for p in parameters if type(p) is torch.nn.Parameter and not p.is_sparse]  # shards may be moved
+        found = [*map(VERSION, parameters), *map(Tensor.data_ptr, plain)]
+        return found + self.steps_seen() if self.is_fused else found
 
     def steps_seen(self) -> list[int]:
         """Counts that a fused optimizer leaves with its own steps, since it leaves none on parameters (torch 2.13)."""

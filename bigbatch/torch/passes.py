@@ -99,7 +99,7 @@ class Passes(Update):
         """Keeps what there is; says how to go on."""
         if self._capture is not None:  # recorded passes add to memory of their own
             window.sums[0].update({p: g.clone() for p, g in window.sums[0].items()})
-        window.loss_scale, window.seen = self._precision.loss_scale(), self._turns.seen()
+        window.loss_scale, window.seen = self._precision.loss_scale(), self._seen()
         window.check_trainable(self._gradients.parameters)
         self._so_far = window
         self.is_interrupted = False
@@ -175,7 +175,7 @@ class Passes(Update):
     def _check_nonfinite(self) -> None:
         """By what is known on all ranks alike: of the last step it may not be."""
         self._nonfinite.check(self.num_steps - 1)
-        self._nonfinite.refuse_stopped()
+        self._nonfinite.check_not_stopped()
 
     def _tell_batch_norm(self, num_micro_batches: int) -> None:
         if num_micro_batches > 1 and self._batch_norms and not self._has_told_batch_norm:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ..core.errors import GradientError, LossError
+from ..core.exclusive import Exclusive
+from ..core.nonfinite import NonFinite, OnNonFinite, place_in, place_of
 from ..core.options import Fixed, Option, check_clip
 from ..core.step import Step
 from ..core.weight import Reduction, Terms, from_terms
@@ -17,10 +19,8 @@ from .capture.optimizer import CapturedOptimizer
 from .checks import check_scheduler
 from .distributed.ranks import Replicas
 from .distributed.totals import Agreement
-from .exclusive import Turns
 from .gradient_buffer import clear
 from .gradients import Gradients
-from .nonfinite import NonFinite, OnNonFinite, place_in, place_of
 from .precision import Precision
 from .step_result import Later, Outcome, can_be_skipped_on_device
 from .sums import Sums
@@ -59,7 +59,7 @@ class Update:
         self._precision = precision
         self._replicas = replicas
         self._nonfinite = nonfinite
-        self._turns = Turns(gradients)
+        self._exclusive = Exclusive(gradients.held)
         self._captured_optimizer: CapturedOptimizer | None = None
         self._pending: Outcome | None = None
         """What became of the last step, if that is not known yet."""
@@ -75,12 +75,12 @@ class Update:
         self._nonfinite.on_nonfinite = value
 
     @property
-    def max_skipped(self) -> int:
-        max_skipped: int = self._nonfinite.max_skipped
+    def max_skipped(self) -> int | None:
+        max_skipped: int | None = self._nonfinite.max_skipped
         return max_skipped
 
     @max_skipped.setter
-    def max_skipped(self, value: int) -> None:
+    def max_skipped(self, value: int | None) -> None:
         self._nonfinite.max_skipped = value
 
     @property
@@ -89,7 +89,7 @@ class Update:
         return self._nonfinite.is_stopped
 
     def _step_optimizer(self) -> None:
-        self._turns.changed()
+        self._exclusive.changed()
         is_captured = self._captured_optimizer is not None and self.scaler is None and self._captured_optimizer.step()
         if not is_captured:
             self._precision.step(self.optimizer)
@@ -100,7 +100,7 @@ class Update:
         """All that belongs to a step, once: unscale, run hooks, check, clip, apply, schedule."""
         has_weight = agreement.has_weight(self.reduction)
         terms = losses if has_weight else tuple(0.0 for _ in agreement.total)
-        if has_weight and self._nonfinite.minds_losses:
+        if has_weight and self._nonfinite.needs_finite_loss:
             terms = losses = _known(losses())
         outcome = self._finish(sums, losses, agreement) if has_weight else None
         self.num_steps += 1
@@ -173,11 +173,11 @@ class Update:
 
     def _not_finite(self, norm: float, sums: Sums, losses: Callable[[], Terms]) -> tuple[str | None, bool]:
         """Where it is that something is not finite, if anywhere, and whether that is for a scaler to deal with."""
-        if self._nonfinite.minds_losses and self.scaler is not None and (place := place_in(losses())):
+        if self._nonfinite.needs_finite_loss and self.scaler is not None and (place := place_in(losses())):
             return place, False  # no scale mends a loss
         if not math.isfinite(norm):
             return place_of(self._gradients.first_not_finite(sums)), self.scaler is not None
-        return place_in(losses()) if self._nonfinite.minds_losses else None, False
+        return place_in(losses()) if self._nonfinite.needs_finite_loss else None, False
 
     # --- without waiting for the device ------------------------------------------------------------------
 
@@ -219,6 +219,10 @@ class Update:
             yield
         finally:
             del optimizer.grad_scale, optimizer.found_inf
+
+    def _seen(self) -> list[int]:
+        """Differs from what it was before if the parameters do: others stepped, or something was loaded."""
+        return self._exclusive.num_changes() + self._gradients.marks()
 
     def settle(self) -> None:
         """Waits until it is known what became of the last step."""

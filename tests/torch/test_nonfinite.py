@@ -174,7 +174,7 @@ def test_stop_skips_and_makes_no_further_step(way: str) -> None:
     assert accumulator.is_stopped
     for again in ("batch", "micro_batch"):
         with pytest.raises(
-            OrderError, match=r"stopped, since the gradient of 0\.weight was not finite in step 2: take"
+            OrderError, match=r"stopped because the gradient of 0\.weight was not finite in step 2: load"
         ):
             feed(accumulator, make_batch(), again)
     with pytest.raises(OrderError, match="training was stopped"):

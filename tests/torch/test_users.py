@@ -192,7 +192,7 @@ def test_a_step_inside_of_the_loss_is_refused() -> None:
         return loss(model, batch)
 
     accumulator.loss = nested
-    with pytest.raises(OrderError, match=r"step\(\) was called inside of .* another step of the same parameters"):
+    with pytest.raises(OrderError, match=r"step\(\) was called inside .* another step of the same parameters"):
         accumulator.step(make_batch())
     assert_exact_step(accumulator)
 
