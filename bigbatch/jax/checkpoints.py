@@ -12,7 +12,7 @@ from ..core.checkpoint.loop import Resumable
 from ..core.checkpoint.serialize import Array
 from ..core.checkpoint.serialize import as_array as of_numpy
 from ..core.errors import OptionError, OrderError, StateError
-from ..core.step import History
+from ..core.history import History
 from .batch import is_typed_key
 
 
