@@ -43,21 +43,21 @@ OLD = 1_000_000_000  # 2001: no file of the copy is newer than .venv, so make in
 # name | file in bigbatch/ | suites that should catch it, the most likely first; then the change as in a diff
 MUTATIONS = r"""
 core: a micro-batch counts 1 instead of its weight | core/weight.py | test-core test-torch
-- return tuple(w / t if t else 0.0 for w, t in zip(weight, total, strict=True))
-+ return tuple(1 / t if t else 0.0 for w, t in zip(weight, total, strict=True))
+- return where(is_empty, 0.0, weight / where(is_empty, 1.0, total))
++ return where(is_empty, 0.0, 1 / where(is_empty, 1.0, total))
 core: the reference is the last weight instead of the first | core/weight.py | test-core test-torch
-- return scales(self.reference, total, self.reduction)
-+ return scales(self.weights[-1], total, self.reduction)
+- return shares(self.reference, total, self.reduction, self._where)
++ return shares(self.weights[-1], total, self.reduction, self._where)
 core: a fed window is divided by the number of micro-batches | core/weight.py | test-core test-torch
-- return scales(self.reference, total, self.reduction)
-+ return scales(self.reference, tuple(r * len(self.weights) for r in self.reference), self.reduction)
+- return shares(self.reference, total, self.reduction, self._where)
++ return shares(self.reference, tuple(r * len(self.weights) for r in self.reference), self.reduction, self._where)
 core: the 0/0 of an empty micro-batch enters the loss | core/weight.py | test-core test-torch
-- zip(term, scale_of_term, strict=True) if scale)
-+ zip(term, scale_of_term, strict=True))
+- zip(term, of_term, strict=True) if part)
++ zip(term, of_term, strict=True))
 core: one empty term makes the loss NaN | core/step.py | test-core test-torch
 - has_weight = self.reduction == "sum" or any(as_terms(self.weight))
 + has_weight = self.reduction == "sum" or all(as_terms(self.weight))
-core: the loss of an epoch weights sums instead of means | core/step.py | test-core
+core: the loss of an epoch weights sums instead of means | core/history.py | test-core
 - term * (1 if step.reduction == "sum" else weight)
 + term * (1 if step.reduction != "sum" else weight)
 core: the tail of a batch is dropped | core/window.py | test-core test-keras-torch

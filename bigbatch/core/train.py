@@ -5,7 +5,8 @@ from itertools import chain
 from typing import Any
 
 from .errors import BatchError, OptionError
-from .step import History, Step
+from .history import History
+from .step import Step
 from .window import AccumulationSteps, positive, windows
 
 

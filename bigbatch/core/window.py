@@ -101,7 +101,7 @@ def cuts(batch_size: int, micro_batch_size: int) -> list[slice]:
     return [slice(start, min(start + micro_batch_size, batch_size)) for start in range(0, batch_size, micro_batch_size)]
 
 
-def shares(batch_size: int, num_ranks: int) -> list[slice]:
+def rank_slices(batch_size: int, num_ranks: int) -> list[slice]:
     """What each rank has of a batch: as even as can be, the first ones have more; some have nothing if it is small."""
     ends = [-(-batch_size * rank // num_ranks) for rank in range(num_ranks + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..core.errors import BatchError
-from ..core.window import Window, check_lists, shares
+from ..core.window import Window, check_lists, rank_slices
 
 MIN_SAMPLES = 3
 """Two tensors of one shape are an input and its target."""
@@ -208,7 +208,7 @@ def detached(batch: Any) -> Any:
 
 def share(batch: Any, rank: int, num_ranks: int) -> Any:
     """What one rank has of a batch that all of them know; None if that is nothing."""
-    part = shares(batch_size(batch), num_ranks)[rank]
+    part = rank_slices(batch_size(batch), num_ranks)[rank]
     if part.start == part.stop:
         return None
     return map_tensors(lambda tensor: _piece(tensor, part) if tensor.ndim else tensor, batch)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.step import History
+from ..core.history import History
 from ..core.train import check_one_way, run_epochs
 from ..core.window import AccumulationSteps
 from .accumulator import Accumulator

@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits
 
 from bigbatch import OrderError, StateError
 from bigbatch.jax import Checkpoints, multi_steps, value_and_grad
+from bigbatch.jax.checkpoints import arrays_of, tree_of
 
 NUM_BATCHES, EPOCHS = 4, 3
 TOTAL = NUM_BATCHES * EPOCHS
@@ -154,6 +155,24 @@ def test_a_plain_number_stays_one(tmp_path: Path) -> None:
         found = checkpoints.restore({"rate": jnp.asarray(0.0), "params": jnp.zeros(3, jnp.bfloat16)})
     assert found["rate"] == state["rate"]
     assert (found["rate"] * found["params"]).dtype == jnp.bfloat16
+
+
+def test_every_kind_of_leaf_stays_what_it_was() -> None:
+    state = {
+        "weak": jnp.asarray(0.1),
+        "scalar": jnp.float32(0.1),
+        "low": jnp.ones(3, jnp.bfloat16),
+        "key": jax.random.key(3),
+        "numpy": np.arange(3),
+        "number": 2,
+        "rate": 0.5,
+    }
+    found = tree_of(arrays_of(state), like=jax.tree.map(lambda leaf: leaf, state))
+    assert {name: type(leaf) for name, leaf in found.items()} == {name: type(leaf) for name, leaf in state.items()}
+    for name in ("weak", "scalar", "low", "key"):
+        assert jax.typeof(found[name]) == jax.typeof(state[name]), name
+        assert (found[name] == state[name]).all()
+    assert (found["number"], found["rate"], found["numpy"].tolist()) == (2, 0.5, [0, 1, 2])
 
 
 def test_sharded_arrays_go_back_to_where_they_were(tmp_path: Path) -> None:

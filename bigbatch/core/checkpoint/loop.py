@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ..errors import BigBatchError, OptionError, StateError
-from ..step import History
+from ..history import History
 from ..window import positive, stream_of, windows
 from . import random
 from .schedule import Every
