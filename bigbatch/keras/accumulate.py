@@ -1,11 +1,12 @@
-"""`accumulate`: fit in micro-batches."""
+"""`accumulate`: `fit` in micro-batches."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import keras
 
-from ..core.window import positive
+from ..core.errors import OptionError
+from ..core.options import check_size
 from . import checks
 from .backends.step import Backend, FitStep
 
@@ -13,7 +14,7 @@ Model = TypeVar("Model")
 
 
 def accumulate(model: Model, micro_batch_size: int | None) -> Model:
-    """Makes `fit` work in micro-batches; all else about the model stays as it is. Returns the same model.
+    """Makes `fit` work in micro-batches, with the weights and the history of `fit` on the full batch.
 
         model.compile("adam", "mse")
         model.fit(x, y, batch_size=64)        # does not fit into memory
@@ -24,29 +25,46 @@ def accumulate(model: Model, micro_batch_size: int | None) -> Model:
         model.compile("adam", "mse")
         model.fit(x, y, batch_size=64)        # the same weights, the same history
 
-    A step of `fit` is still a step of the optimizer: its batch is cut into micro-batches inside the step, their
-    gradients add up, weighted by what each counts, and the optimizer is called once. Metrics see the whole batch.
-    It does not matter whether `compile` came before. Calling it again changes the size;
-    `accumulate(model, None)` takes it back.
+    The step of `fit` then stands for this loop:
+
+        for micro_batch, share in cut(batch):               # share = w_k / W: samples, unmasked values or weights
+            gradient += share * grad(loss(micro_batch))
+        optimizer.apply(gradient)                           # once
+        metrics.update(batch)                               # once, with the outputs of the whole batch
+
+    `train_on_batch` is cut in the same way. `evaluate`, `predict` and the saved model do not change.
+
+    Args:
+        model: A Sequential, Functional or subclassed model of Keras 3, compiled or not. Its class must not have a
+            `train_step` of its own.
+        micro_batch_size: The number of samples in memory at one time; the last micro-batch of a batch may have fewer.
+            Call `accumulate` again to change it, with None to train on full batches again.
+
+    Returns:
+        The same model.
+
+    Raises:
+        OptionError: The model or its optimizer cannot be used in micro-batches, or the size is not a whole number of
+            at least 1.
     """
     checks.check_model(model)
-    if micro_batch_size is not None:
-        micro_batch_size = positive("micro_batch_size", micro_batch_size)
+    micro_batch_size = check_size("micro_batch_size", micro_batch_size)
     fitted: Any = model
-    checks.check_train_step(fitted)
+    step = FitStep.of(fitted)
+    checks.check_train_step(fitted, is_ours=step is not None)
     if fitted.compiled:
         checks.check_optimizer(fitted.optimizer)
-    backend = backend_of_keras()
-    if (step := FitStep.of(fitted)) is not None:
+    backend = _backend()
+    if step is not None:
         step.detach()
     if micro_batch_size is not None:
         FitStep(fitted, micro_batch_size, backend).attach()
-    fitted.train_function = fitted.test_function = None  # what fit compiled before has the old step in it
+    fitted.train_function = fitted.test_function = None  # compiled with the old step
     return model
 
 
-def backend_of_keras() -> Callable[[FitStep], Backend]:
-    """The backend that Keras runs on, which is imported here and not before."""
+def _backend() -> Callable[[FitStep], Backend]:
+    """The part of the step for the backend of Keras, imported here so that no other framework is."""
     match keras.backend.backend():
         case "tensorflow":
             from .backends.tensorflow import TensorFlowStep
@@ -61,4 +79,6 @@ def backend_of_keras() -> Callable[[FitStep], Backend]:
 
             return TorchStep
         case name:
-            raise checks.no_backend(name)
+            raise OptionError(
+                f"Keras runs on {name}, which cannot train: set KERAS_BACKEND to tensorflow, jax or torch"
+            )

@@ -241,6 +241,12 @@ def weigh(part: Part, kind: Kind, num: Any) -> Any:
     return ops.sum(apply_mask(weight, mask, dtype=dtype, reduction="mean_with_sample_weight"))
 
 
+def weights(model: Any, form: Form, batch: Batch, y_pred: Any, num: Any, dtype: str) -> Any:
+    """The weights of the losses of a micro-batch, in one tensor."""
+    pairs = zip(parts(model, batch, y_pred), form.kinds, strict=True)
+    return ops.stack([ops.cast(weigh(part, kind, num), dtype) for part, kind in pairs])
+
+
 def share(weight: Any, total: Any) -> Any:
     """`core.weight.share` for the tensors of every backend."""
     return heart.share(weight, total, ops.where)

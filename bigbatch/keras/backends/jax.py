@@ -43,9 +43,7 @@ class JAXStep:
         batch: Batch = keras.utils.unpack_x_y_sample_weight(data)
         x, y, sample_weight = batch
         self.step.check()
-        size = num_samples(x)
-        checks.check_not_empty(size)
-        checks.check_rows(batch)
+        size = checks.batch_size(batch)
         form = self.step.form(tree.map_structure(spec, batch), lambda: self.look(state, batch))
         sums, non_trainable, value, added, leaves = self.on_devices(form, state, batch, size)
 

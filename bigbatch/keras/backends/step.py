@@ -101,7 +101,7 @@ class FitStep:
         checks.check_layers(self.model)
         if not self._has_warned:
             self._has_warned = True
-            checks.tell_batch_norm(self.model)
+            checks.warn_of_layers(self.model)
 
     def call(self, x: Any, *, training: bool = True) -> Any:
         """The model's output, as Keras's own step asks for it."""

@@ -196,7 +196,7 @@ class Trial:
 
         Not asked with BatchNormalization, of which the step warns, and which would couple the samples here too.
         """
-        if checks.batch_norms(self.model):
+        if checks.has_batch_norm(self.model):
             return False
         trained = self.forward(0, self.num, training=True).losses
         return not same(losses, trained) and same(trained, self.forward(0, self.num, training=True).losses)
