@@ -175,8 +175,8 @@ jax: multi_steps applies a gradient that is not finite | jax/multi_steps.py | te
 - is_applied &= _is_finite(gradient)
 + is_applied &= True
 keras: the weight of a mask is ignored | keras/loss.py | test-keras-tensorflow test-keras-jax test-keras-torch
-- loss = loss * (shares[i] if kind.counted else share_of(share, kind.power))
-+ loss = loss * share_of(share, kind.power)
+- factor = shares[i] if kind.counted else share_of(share, kind.power)
++ factor = share_of(share, kind.power)
 keras: a regularizer counts once for each micro-batch | keras/loss.py | test-keras-tensorflow test-keras-jax
 - share_of(share, power) * ops.cast(ops.sum(loss), share.dtype)
 + ops.cast(ops.sum(loss), share.dtype)

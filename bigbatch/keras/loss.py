@@ -8,16 +8,17 @@ For the micro-batch k this becomes
 
     loss_k = sum_t factor_t * (w_tk / W_t) * loss_tk + (n_k / N) * sum of model.losses
 
-with n_k of the N samples, and with the weight w_tk that Keras divides loss_tk by: the samples; what a mask leaves
-of them; the sum of the sample weights (reduction "mean_with_sample_weight"). A loss with reduction "sum" counts
-as it is. The n_k / N add up to one, so what does not depend on the batch (a regularizer) counts once.
+with n_k of the N samples, and with the weight w_tk that Keras divides loss_tk by: the number of samples, the number of
+unmasked values, or the sum of the sample weights (reduction "mean_with_sample_weight"). A loss with reduction "sum"
+is added as it is. The n_k / N add up to one, so what does not depend on the batch (a regularizer) counts once.
 
-What does its own reduction (a function, a `compute_loss`, `add_loss`) does not say how it counts; trial.py finds out.
+A loss that does its own reduction (a function, a `compute_loss`, `add_loss`) does not say how it counts;
+verify/trial.py measures that.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import keras
@@ -33,7 +34,7 @@ Batch = tuple[Any, Any, Any]
 
 
 class Part(NamedTuple):
-    """One of the losses that compile() was given, with what it is to be called with."""
+    """One of the losses that compile() was given, with its arguments."""
 
     loss: Any
     factor: Any
@@ -48,18 +49,32 @@ class Kind(NamedTuple):
     power: int = 1
     """1: a mean over the samples, 0: a sum, 2: a mean divided by the samples once more. See `share_of`."""
     counted: str | None = None
-    """What the weight is, where it is only known once the model has run: "mask", or "weights"."""
+    """What the weight is, if it is only known once the model has run: "mask" or "weights"."""
     is_shared: bool = False
     """Whether it is divided by the number of replicas."""
 
 
 @dataclass(frozen=True)
-class Output:
-    """What an output of the model looks like, and its mask."""
+class Found:
+    """What a trial has found out about the parts of a loss that do not say how they count."""
+
+    kinds: Mapping[int, Kind] = field(default_factory=dict)
+    """By the number of the part."""
+    own_power: int = 1
+    """As `Kind.power`, of the model's own compute_loss."""
+    layer_powers: tuple[int, ...] = ()
+    """As `Kind.power`, of each of model.losses; all 1 if empty."""
+    is_bound: bool = False
+    """Whether compute_loss uses what call() left on the model, so that it makes no sense for the whole batch."""
+
+
+@dataclass(frozen=True)
+class _Output:
+    """The type of an output of the model, and of its mask."""
 
     dtype: Any
     shape: Any
-    mask: "Output | None" = None
+    mask: "_Output | None" = None
 
 
 @dataclass(frozen=True)
@@ -70,32 +85,32 @@ class Form:
     has_own_loss: bool
     """Whether the model has a compute_loss of its own."""
     needs_outputs: bool
-    """Whether something wants to see the outputs of the whole batch: metrics, mostly."""
-    outputs: Any
-    """A nest of `Output`, or None."""
-    own_power: int = 1
-    """As `Kind.power`, of the model's own compute_loss."""
-    layer_powers: tuple[int, ...] = ()
-    """As `Kind.power`, of each of model.losses; all 1 if empty."""
-    is_bound: bool = False
-    """Whether compute_loss uses what call() left on the model, so that it makes no sense for the whole batch."""
-    is_vector: bool = False
+    """Whether something needs the outputs of the whole batch: metrics, mostly."""
+    is_vector: bool
     """Whether Keras's loss has a value for each sample (reduction "none")."""
+    outputs: Any
+    """A nest of `_Output`, or None, like the model's output."""
+    found: Found = Found()
+
+    def with_found(self, found: Found) -> "Form":
+        """The form, with what a trial has found out."""
+        return replace(self, kinds=tuple(found.kinds.get(i, kind) for i, kind in enumerate(self.kinds)), found=found)
 
     @property
     def is_counted(self) -> bool:
+        """Whether the weight of a part is only known once the model has run."""
         return any(kind.counted for kind in self.kinds)
 
     def leaves(self, y_pred: Any) -> list[Any]:
-        """The tensors that are kept of a micro-batch: the outputs, then the masks that there are."""
-        return flatten(y_pred, get_keras_mask) if self.needs_outputs else []
+        """The tensors to keep of each micro-batch: its outputs, then their masks."""
+        return _with_masks(y_pred, get_keras_mask) if self.needs_outputs else []
 
-    def specs(self) -> list[Output]:
-        """What each of the `leaves` looks like."""
-        return flatten(self.outputs, lambda output: output.mask) if self.needs_outputs else []
+    def specs(self) -> list[_Output]:
+        """The types of the `leaves`."""
+        return _with_masks(self.outputs, lambda output: output.mask) if self.needs_outputs else []
 
     def rebuild(self, leaves: list[Any]) -> Any:
-        """The opposite of `leaves`: an output of the model, with its masks."""
+        """The opposite of `leaves`: the model's output for the whole batch, with its masks."""
         outputs = tensors_of(self.outputs)
         masks = iter(leaves[len(outputs) :])
         for tensor, output in zip(leaves, outputs, strict=False):
@@ -105,9 +120,9 @@ class Form:
         return map_tensors(lambda output: next(tensors), self.outputs)
 
 
-def flatten(outputs: Any, mask_of: Callable[[Any], Any]) -> list[Any]:
-    flat = tensors_of(outputs)
-    return flat + [mask for mask in map(mask_of, flat) if mask is not None]
+def _with_masks(outputs: Any, mask_of: Callable[[Any], Any]) -> list[Any]:
+    there = tensors_of(outputs)
+    return there + [mask for mask in map(mask_of, there) if mask is not None]
 
 
 def tensors_of(outputs: Any) -> list[Any]:
@@ -122,26 +137,28 @@ def map_tensors(function: Callable[[Any], Any], outputs: Any) -> Any:
 
 
 def look(model: Any, batch: Batch, y_pred: Any) -> Form:
-    """The form of a batch, from one output of the model; only shapes are looked at, never a value."""
+    """The form of a batch, from the model's output for a part of it; uses shapes only, never values."""
 
-    def output(tensor: Any) -> Output:
+    def output(tensor: Any) -> _Output:
         if not len(tensor.shape):
             raise BatchError("an output of the model is one number for the whole batch: give it one for each sample")
         mask = get_keras_mask(tensor)
-        return Output(tensor.dtype, tensor.shape, None if mask is None else Output(mask.dtype, mask.shape))
+        return _Output(tensor.dtype, tensor.shape, None if mask is None else _Output(mask.dtype, mask.shape))
 
-    own = has_own_loss(model)
-    found = [] if own else parts(model, batch, y_pred)
-    kinds = tuple(map(kind, found))
+    has_own = has_own_loss(model)
+    found = [] if has_own else parts(model, batch, y_pred)
     is_vector = any(getattr(part.loss, "reduction", "sum") in ("none", None) for part in found)
     needs_outputs = (
-        own
+        has_own
         or is_vector
-        or len(kinds) > 1  # each has its own mean in the history
+        or len(found) > 1  # each has its own mean in the history
         or model._compile_metrics is not None
         or type(model).compute_metrics is not keras.Model.compute_metrics
     )
-    return Form(kinds, own, needs_outputs, map_tensors(output, y_pred), is_vector=is_vector)
+    return Form(tuple(map(kind_of, found)), has_own, needs_outputs, is_vector, map_tensors(output, y_pred))
+
+
+# --- the parts of a loss ---------------------------------------------------------------------------------------
 
 
 def has_own_loss(model: Any) -> bool:
@@ -150,13 +167,13 @@ def has_own_loss(model: Any) -> bool:
 
 
 def parts(model: Any, batch: Batch, y_pred: Any) -> list[Part]:
-    """Which loss is called with what; Keras itself finds out, in a twin of its compiled loss that only takes notes."""
+    """The losses that compile() was given, with their arguments: Keras calls a copy of its loss that records them."""
     compiled = model._compile_loss
     if compiled is None:
         return []
     found: list[Part] = []
 
-    def note(entry: Any) -> Any:
+    def recorded(entry: Any) -> Any:
         def loss(y_true: Any, y_pred: Any, sample_weight: Any = None) -> float:
             found.append(Part(entry.loss, entry[2], y_true, y_pred, sample_weight))
             return 0.0
@@ -165,7 +182,7 @@ def parts(model: Any, batch: Batch, y_pred: Any) -> list[Part]:
 
     twin = object.__new__(type(compiled))  # copy.copy would save and load it
     vars(twin).update(vars(compiled))
-    twin._flat_losses = [note(entry) for entry in compiled._flat_losses]
+    twin._flat_losses = [recorded(entry) for entry in compiled._flat_losses]
     twin._metrics = [None] * len(twin._flat_losses)
     _, y, sample_weight = batch
     twin(y, y_pred, sample_weight)
@@ -173,52 +190,51 @@ def parts(model: Any, batch: Batch, y_pred: Any) -> list[Part]:
     return found[:1] if is_single else found  # of several losses on one output Keras 3.15 counts the first
 
 
-def kind(part: Part) -> Kind:
-    """How a loss counts, as far as it says so itself; what it does not say, `trial` measures."""
+def kind_of(part: Part) -> Kind:
+    """How a loss counts, as far as it says so itself; the trial measures the rest."""
     loss = part.loss
     if is_opaque(loss):
         return Kind()
-    values, mask = evaluate(part)
-    is_sum = loss.reduction in ("sum", "none", None)
+    values, mask = _evaluated(part)
     if is_one := not len(values.shape):
-        check_one(part)
+        _check_one(part)
     if isinstance(loss, keras.losses.Circle):
         raise LossError(f"the loss {loss.name} compares the samples of a batch with each other, so it cannot be cut")
-    if is_sum:
+    if loss.reduction in ("sum", "none", None):
         return Kind(power=0)
-    by_weight = loss.reduction == "mean_with_sample_weight" and part.sample_weight is not None
-    return Kind(1, "weights" if by_weight else "mask" if mask is not None else None, is_shared=not is_one)
+    is_by_weight = loss.reduction == "mean_with_sample_weight" and part.sample_weight is not None
+    return Kind(1, "weights" if is_by_weight else "mask" if mask is not None else None, is_shared=not is_one)
 
 
 def is_opaque(loss: Any) -> bool:
-    """Whether a loss does its own reduction, so that what it divides by cannot be read off."""
+    """Whether a loss does its own reduction, so that nothing says what it divides by."""
     return not isinstance(loss, keras.Loss) or type(loss).__call__ is not keras.Loss.__call__
-
-
-def check_one(part: Part) -> None:
-    """Refuses a loss that returns one number for all samples, where that cannot be a mean that is to be cut."""
-    says = f"the loss {part.loss.name} returns one number for all samples"
-    remedy = "return one number for each sample"
-    if isinstance(part.loss, keras.losses.Dice | keras.losses.Tversky):
-        raise LossError(f"{says}, which is no mean, so it cannot be cut: pass an axis that leaves out the batch")
-    if has_one_axis(part):
-        says = f"the model's output has one axis only, over which the loss {part.loss.name} takes the mean"
-        remedy = "give the model an output of shape (samples, 1)"
-    if part.sample_weight is not None:
-        raise LossError(f"{says}, so sample_weight cannot weight them: {remedy}")
 
 
 def is_one_number(part: Part) -> bool:
     """Whether a loss returns one number for all samples, although the output has more than one axis."""
-    return not is_opaque(part.loss) and not has_one_axis(part) and not len(evaluate(part)[0].shape)
+    return not is_opaque(part.loss) and not _has_one_axis(part) and not len(_evaluated(part)[0].shape)
 
 
-def has_one_axis(part: Part) -> bool:
+def _check_one(part: Part) -> None:
+    """Raises LossError if a loss that returns one number for all samples cannot be a mean over them."""
+    problem = f"the loss {part.loss.name} returns one number for all samples"
+    remedy = "return one number for each sample"
+    if isinstance(part.loss, keras.losses.Dice | keras.losses.Tversky):
+        raise LossError(f"{problem}, which is no mean, so it cannot be cut: pass an axis that leaves out the batch")
+    if _has_one_axis(part):
+        problem = f"the model's output has one axis only, over which the loss {part.loss.name} takes the mean"
+        remedy = "give the model an output of shape (samples, 1)"
+    if part.sample_weight is not None:
+        raise LossError(f"{problem}, so sample_weight cannot weight them: {remedy}")
+
+
+def _has_one_axis(part: Part) -> bool:
     return all(len(tensor.shape) == 1 for tensor in tensors_of(part.y_pred))
 
 
-def evaluate(part: Part) -> tuple[Any, Any]:
-    """What the loss says of each sample, and the mask: that of the output, and that which the loss adds."""
+def _evaluated(part: Part) -> tuple[Any, Any]:
+    """The loss of each sample, and the mask: the output's and the one that the loss adds."""
 
     def convert(value: Any) -> Any:
         return ops.convert_to_tensor(value, dtype=part.loss.dtype)
@@ -228,23 +244,7 @@ def evaluate(part: Part) -> tuple[Any, Any]:
     return values, masks[0] & masks[1] if len(masks) == 2 else next(iter(masks), None)
 
 
-def weigh(part: Part, kind: Kind, num: Any) -> Any:
-    """The weight of a micro-batch of so many samples: what this loss is divided by."""
-    if not kind.counted:
-        return ops.cast(num, "float32")
-    dtype = wide(part.loss.dtype)
-    mask = None if is_opaque(part.loss) else evaluate(part)[1]
-    if kind.counted == "mask":
-        return ops.sum(ops.cast(mask, dtype))
-    mask = None if mask is None else ops.cast(mask, dtype)
-    weight = ops.convert_to_tensor(part.sample_weight, dtype=dtype)
-    return ops.sum(apply_mask(weight, mask, dtype=dtype, reduction="mean_with_sample_weight"))
-
-
-def weights(model: Any, form: Form, batch: Batch, y_pred: Any, num: Any, dtype: str) -> Any:
-    """The weights of the losses of a micro-batch, in one tensor."""
-    pairs = zip(parts(model, batch, y_pred), form.kinds, strict=True)
-    return ops.stack([ops.cast(weigh(part, kind, num), dtype) for part, kind in pairs])
+# --- how much they count ---------------------------------------------------------------------------------------
 
 
 def share(weight: Any, total: Any) -> Any:
@@ -253,17 +253,36 @@ def share(weight: Any, total: Any) -> Any:
 
 
 def share_of(share: Any, power: int) -> Any:
-    """By what the loss of a micro-batch counts, if it has the `share` n_k / N of the samples.
+    """The factor of a micro-batch's loss, given its `share` n_k / N of the samples.
 
-    Of a mean by n_k / N, of a sum by 1, of a mean that is divided by the samples once more by (n_k / N)².
+    n_k / N for a mean, 1 for a sum, (n_k / N)² for a mean that is divided by the samples once more.
     """
     return share**power
 
 
+def weigh(part: Part, kind: Kind, num: Any) -> Any:
+    """The weight of a micro-batch of `num` samples: what this loss is divided by."""
+    if not kind.counted:
+        return ops.cast(num, "float32")
+    dtype = wide(part.loss.dtype)
+    mask = None if is_opaque(part.loss) else _evaluated(part)[1]
+    mask = None if mask is None else ops.cast(mask, dtype)
+    if kind.counted == "mask":
+        return ops.sum(mask)
+    weight = ops.convert_to_tensor(part.sample_weight, dtype=dtype)
+    return ops.sum(apply_mask(weight, mask, dtype=dtype, reduction="mean_with_sample_weight"))
+
+
+def weights(model: Any, form: Form, batch: Batch, y_pred: Any, num: Any, dtype: str) -> Any:
+    """The weights of all parts, in one tensor."""
+    pairs = zip(parts(model, batch, y_pred), form.kinds, strict=True)
+    return ops.stack([ops.cast(weigh(part, kind, num), dtype) for part, kind in pairs])
+
+
 def value_of(part: Part, kind: Kind) -> Any:
-    """What the loss says of a micro-batch, on one replica; the sum, where it is a value for each sample."""
+    """The loss of a micro-batch on one replica; the sum, if it is a value for each sample."""
     weight = part.sample_weight
-    if kind.counted and is_opaque(part.loss):  # which divides by the sum of the weights, where it should count nothing
+    if kind.counted and is_opaque(part.loss):  # it divides by the sum of the weights, even if that is 0
         weight = ops.convert_to_tensor(weight)
         weight = ops.where(ops.sum(weight) == 0, ops.ones_like(weight), weight)
     value = ops.sum(part.loss(part.y_true, part.y_pred, weight))
@@ -271,19 +290,28 @@ def value_of(part: Part, kind: Kind) -> Any:
 
 
 def micro_loss(model: Any, form: Form, batch: Batch, y_pred: Any, losses: Any, share: Any, shares: Any) -> Any:
-    """The loss of a micro-batch, so weighted that those of a window add up to the loss of the batch.
+    """The loss of a micro-batch times its share, so that those of a window add up to the loss of the batch.
 
-    `share` is n_k / N; `shares` are the w_tk / W_t, where they differ from it. The second result is what
-    model.losses add to the first, None if there are none.
+    Args:
+        model: The compiled model.
+        form: The form of the batch.
+        batch: The micro-batch.
+        y_pred: The model's output for it.
+        losses: model.losses after that call.
+        share: n_k / N.
+        shares: w_tk / W_t of each part; used for parts whose weight is not the number of samples.
+
+    Returns:
+        The loss, and what model.losses add to it (None if there are none).
     """
-    powers = form.layer_powers if len(form.layer_powers) == len(losses) else [1] * len(losses)
+    powers = form.found.layer_powers if len(form.found.layer_powers) == len(losses) else [1] * len(losses)
     scaled = [
         share_of(share, power) * ops.cast(ops.sum(loss), share.dtype)
         for loss, power in zip(losses, powers, strict=True)
     ]
     added = sum(scaled) if scaled else None
     if form.has_own_loss:
-        own = share_of(share, form.own_power)
+        own = share_of(share, form.found.own_power)
         # metrics that it updates are to see the whole batch, so here they update nothing
         with losses_of(model, [loss / own for loss in scaled]), stateless():
             x, y, sample_weight = batch
@@ -291,8 +319,8 @@ def micro_loss(model: Any, form: Form, batch: Batch, y_pred: Any, losses: Any, s
         return own * ops.cast(loss, share.dtype), added
     total = 0.0 if added is None else added
     for i, (part, kind) in enumerate(zip(parts(model, batch, y_pred), form.kinds, strict=True)):
-        loss = ops.cast(value_of(part, kind), share.dtype)
-        loss = loss * (shares[i] if kind.counted else share_of(share, kind.power))
+        factor = shares[i] if kind.counted else share_of(share, kind.power)
+        loss = heart.counted(ops.cast(value_of(part, kind), share.dtype), factor, ops.where)
         total = total + (loss if part.factor is None else loss * part.factor)
     return total, added
 
@@ -304,7 +332,7 @@ def stateless() -> Any:
 
 @contextmanager
 def losses_of(model: Any, losses: Any) -> Iterator[None]:
-    """Lets model.losses be these, as Keras's own step on JAX does."""
+    """Inside, model.losses are these; Keras's own step on JAX does the same."""
     if losses:
         model._losses_override = list(losses)
     try:
@@ -314,5 +342,5 @@ def losses_of(model: Any, losses: Any) -> Iterator[None]:
 
 
 def wide(dtype: Any) -> str:
-    """The dtype to add up in: float32, or float64 where that is asked for."""
+    """The dtype to add up in: float64 for float64, else float32."""
     return "float64" if keras.backend.standardize_dtype(dtype) == "float64" else "float32"

@@ -11,8 +11,7 @@ from keras import tree
 from keras.src.backend import set_keras_mask
 
 from .. import checks, loss
-from ..loss import Batch, Form
-from ..verify.trial import Found
+from ..loss import Batch, Form, Found
 from .jax_batch import Cut, num_samples, taken
 from .step import FitStep
 
@@ -50,7 +49,7 @@ class JAXStep:
         y_pred = None
         if form.needs_outputs:
             y_pred = form.rebuild(leaves)
-        if form.needs_outputs and not form.is_bound:
+        if form.needs_outputs and not form.found.is_bound:
             with loss.losses_of(model, None if added is None else [added]):
                 value, (_, non_trainable, metrics) = model.stateless_compute_loss(
                     trainable, non_trainable, metrics,
@@ -169,10 +168,9 @@ class JAXStep:
 
         def body(total: Any, micro_batch: Batch, _: Any) -> tuple[Any, list[Any]]:
             y_pred, _, _ = self.forward(state[0], state[1], micro_batch[0], training=False)
-            found = loss.parts(self.model, micro_batch, y_pred)
             num = num_samples(micro_batch[0])
-            weights = [loss.weigh(*pair, num).astype(self.step.dtype) for pair in zip(found, form.kinds, strict=True)]
-            return total + jnp.stack(weights), [jnp.stack(weights)]
+            weights = loss.weights(self.model, form, micro_batch, y_pred, num, self.step.dtype)
+            return total + weights, [weights]
 
         total, found = cut.loop(body, jnp.zeros(len(form.kinds), self.step.dtype), batch)
         total = total if axis is None else jax.lax.psum(total, axis)

@@ -9,8 +9,8 @@ import keras
 
 from ...core.errors import BigBatchWarning
 from .. import checks
-from ..loss import Batch, Form, wide
-from ..verify.trial import Found, Trial, try_out
+from ..loss import Batch, Form, Found, wide
+from ..verify.trial import try_out
 
 
 class Backend(Protocol):
@@ -126,7 +126,7 @@ class FitStep:
         key = str(specs)
         if key not in self._forms:
             self._forms[key] = look()
-        return self._found.applied_to(self._forms[key])
+        return self._forms[key].with_found(self._found)
 
     def trial(
         self, batch: Batch, cut: Any, values: Any = None, alone: Callable[[], Any] = lambda: nullcontext(1)
@@ -143,12 +143,11 @@ class FitStep:
         if not checks.is_even(batch):
             return Found()  # the step says what is wrong with it
         model = self.model
-        trial = Trial(model, batch, self.micro_batch_size, self.call, cut, alone)
         if values is None:
             values = [(v, v.value) for v in model.trainable_variables]  # or regularizers would find none (Keras 3.15)
         with keras.StatelessScope(values, collect_losses=True):
-            found = try_out(trial)
+            found, messages = try_out(model, batch, self.micro_batch_size, self.call, cut, alone)
             model._clear_losses()
-        for sentence in trial.told:
-            warnings.warn(sentence, BigBatchWarning, stacklevel=2)
+        for message in messages:
+            warnings.warn(message, BigBatchWarning, stacklevel=2)
         return found

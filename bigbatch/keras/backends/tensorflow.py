@@ -12,8 +12,7 @@ import tensorflow as tf
 from keras import tree
 
 from .. import checks, loss
-from ..loss import Batch, Form
-from ..verify.trial import Found
+from ..loss import Batch, Form, Found
 from . import tensorflow_replicas as replicas
 from .step import FitStep
 from .tensorflow_batch import as_tensor, cut, num_samples, placeholder, spec, with_rows, without_optional
@@ -59,7 +58,7 @@ class TensorFlowStep:
         y_pred = None
         if form.needs_outputs:
             y_pred = form.rebuild(leaves)
-        if form.needs_outputs and not form.is_bound:
+        if form.needs_outputs and not form.found.is_bound:
             with loss.losses_of(model, [] if added is None else [added]):
                 whole = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
             value = whole if form.has_own_loss or form.is_vector else value
@@ -119,9 +118,9 @@ class TensorFlowStep:
 
         def body(start: Any, num: Any, total: Any) -> tuple[Any, list[Any]]:
             micro_batch = cut(batch, start, num)
-            found = loss.parts(self.model, micro_batch, self.step.call(micro_batch[0], training=False))
-            weights = [tf.cast(loss.weigh(*pair, num), self.step.dtype) for pair in zip(found, form.kinds, strict=True)]
-            return total + tf.stack(weights), [tf.repeat(tf.stack(weights)[None], num, axis=0)]
+            y_pred = self.step.call(micro_batch[0], training=False)
+            weights = loss.weights(self.model, form, micro_batch, y_pred, num, self.step.dtype)
+            return total + weights, [tf.repeat(weights[None], num, axis=0)]
 
         num_parts = len(form.kinds)
         specs = [tf.TensorSpec((None, num_parts), self.step.dtype)]

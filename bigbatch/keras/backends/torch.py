@@ -12,8 +12,7 @@ from ...core.weight import share
 from ...torch.batch import cut, map_tensors
 from ...torch.gradient_buffer import part
 from .. import checks, loss
-from ..loss import Batch, Form
-from ..verify.trial import Found
+from ..loss import Batch, Form, Found
 from .step import FitStep
 
 
@@ -72,7 +71,7 @@ class TorchStep:
         if not form.needs_outputs:
             return value, None
         y_pred = form.rebuild([torch.cat(leaves) for leaves in zip(*kept, strict=True)])
-        if not form.is_bound:
+        if not form.found.is_bound:
             x, y, sample_weight = batch
             with torch.no_grad(), loss.losses_of(model, None if added is None else [added]):
                 value = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
