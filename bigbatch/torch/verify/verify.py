@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ...core.errors import BigBatchError
+from ...core.options import positive
 from ...core.verify.compare import Loop, audit, audit_loop
 from ...core.verify.result import Verification
 from ...core.weight import Reduction
-from ...core.window import positive
 from ..passes import Loss
 from ..transfer import Transfer
 from ..weight import Weight
