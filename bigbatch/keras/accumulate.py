@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import keras
 
-from ..core.window import positive
+from ..core.options import positive
 from . import checks
 from .backends.step import Backend, FitStep
 

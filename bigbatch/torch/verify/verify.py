@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import BigBatchError, OptionError
+from ...core.options import positive
 from ...core.verify.compare import Loop, audit, audit_loop
 from ...core.verify.result import Verification
 from ...core.weight import Reduction
-from ...core.options import positive
 from .. import batch as nest
 from .. import hooks
 from ..internals import HOOKS_AFTER, HOOKS_BEFORE, uncompiled
