@@ -181,8 +181,8 @@ keras: a regularizer counts once for each micro-batch | keras/loss.py | test-ker
 - share_of(share, power) * ops.cast(ops.sum(loss), share.dtype)
 + ops.cast(ops.sum(loss), share.dtype)
 keras: a sum is taken for a mean | keras/verify/trial.py | test-keras-tensorflow test-keras-torch
-- if sides.distance(shares) <= sides.rounding:
-+ if choice is fits[0][0]:
+- if guess.distance <= rounding:
++ if guess is tried[0]:
 keras: the loss is tried outside of a stateless scope | keras/backends/step.py | test-keras-torch
 - with keras.StatelessScope(values, collect_losses=True):
 + with nullcontext():

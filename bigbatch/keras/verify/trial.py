@@ -70,22 +70,19 @@ def try_out(
     return found, trial.messages
 
 
-class _Sides(NamedTuple):
-    """A loss of the whole, and of the cuts."""
+class _Guess(NamedTuple):
+    """A way in which a loss may count, and the values that this gives."""
 
+    choice: Any
     whole: float
-    cuts: Sequence[float]
-    rounding: float
-    """The relative distance that rounding may cause."""
+    cuts: list[float]
+    """Each times its share."""
 
-    def parts(self, shares: Sequence[float]) -> list[float]:
-        return [counted(value, part) for value, part in zip(self.cuts, shares, strict=True)]
-
-    def distance(self, shares: Sequence[float]) -> float:
-        """How far the weighted sum of the cuts is from the whole, relative to the size of what is added up."""
-        parts = self.parts(shares)
-        scale = max(abs(self.whole), sum(map(abs, parts)))
-        return abs(sum(parts) - self.whole) / scale if scale else 0.0
+    @property
+    def distance(self) -> float:
+        """How far the sum of the cuts is from the whole, relative to the size of what is added up."""
+        scale = max(abs(self.whole), sum(map(abs, self.cuts)))
+        return abs(sum(self.cuts) - self.whole) / scale if scale else 0.0
 
 
 class _Forward(NamedTuple):
@@ -187,12 +184,12 @@ class _Trial:
             if part.sample_weight is not None and is_opaque:
                 choices.append(Kind(1, "weights", seems.is_shared))
             rounding = _rounding(*(t.dtype for t in loss.tensors_of(part.y_pred)) if is_opaque else [part.loss.dtype])
-            fits = (
-                (choice, _Sides(value(part, choice), [value(each, choice) for each in parts], rounding), shares)  # noqa: B023
-                for choice in choices
-                for shares in [_shares_by(choice, parts, cuts)]  # noqa: B023
-            )
-            kind = self.first_that_fits(f"the loss {part.loss.name}", fits, value)
+
+            def guess(kind: Kind) -> _Guess:
+                values = (value(each, kind) for each in parts)  # noqa: B023
+                return _Guess(kind, value(part, kind), [*map(counted, values, _shares_by(kind, parts, cuts))])  # noqa: B023
+
+            kind = self.first_that_fits(f"the loss {part.loss.name}", map(guess, choices), value, rounding)
             if kind is None:
                 continue
             if kind != loss.kind_of(part):
@@ -285,31 +282,28 @@ class _Trial:
         self, name: str, whole: float, values: list[float], cuts: list[_Forward], again: Callable[[], float]
     ) -> int:
         """Of a loss that is a mean or a sum over samples; 1 if it is neither."""
-        sides = _Sides(whole, values, self.rounding)
-        fits = ((power, sides, [share(cut.num, self.whole.num) ** power for cut in cuts]) for power in _POWERS)
-        found = self.first_that_fits(name, fits, again)
+        shares = [share(cut.num, self.whole.num) for cut in cuts]
+        guesses = (_Guess(p, whole, [counted(v, s**p) for v, s in zip(values, shares, strict=True)]) for p in _POWERS)
+        found = self.first_that_fits(name, guesses, again, self.rounding)
         return 1 if found is None else int(found)
 
-    def first_that_fits(
-        self, name: str, fits: Iterable[tuple[Any, _Sides, Sequence[float]]], again: Callable[[], float]
-    ) -> Any:
+    def first_that_fits(self, name: str, guesses: Iterable[_Guess], again: Callable[[], float], rounding: float) -> Any:
         """The first choice whose shares make the cuts add up to the whole; None, and a message, if there is none.
 
         It is also the first if nothing can be said: the loss is random (`again()` is another value), or not finite.
         """
-        tried = []
-        for choice, sides, shares in fits:
-            tried.append((choice, sides, shares))
-            if sides.distance(shares) <= sides.rounding:
-                return choice
-        choice, sides, shares = tried[0]
-        if not math.isfinite(sides.whole) or abs(again() - sides.whole) > _SAME * abs(sides.whole):
+        tried: list[_Guess] = []
+        for guess in guesses:
+            tried.append(guess)
+            if guess.distance <= rounding:
+                return guess.choice
+        choice, whole, cuts = tried[0]
+        if not math.isfinite(whole) or abs(again() - whole) > _SAME * abs(whole):
             return choice
-        cut = sum(sides.parts(shares))
-        off = f" (off by {sides.distance(shares):.1e})" if math.isfinite(cut) else ""
+        off = f" (off by {tried[0].distance:.1e})" if math.isfinite(sum(cuts)) else ""
         self.messages.append(
-            f"{name} is neither a mean nor a sum over samples: on {self.whole.num} samples it is {sides.whole:.6g}, "
-            f"and {cut:.6g} when they are cut{off}, so steps in micro-batches are "
+            f"{name} is neither a mean nor a sum over samples: on {self.whole.num} samples it is {whole:.6g}, "
+            f"and {sum(cuts):.6g} when they are cut{off}, so steps in micro-batches are "
             "not those of the full batch: write it as a mean over samples, or train without accumulate()"
         )
         return None
