@@ -1,6 +1,5 @@
 """Full batch against accumulation, by the step that `fit` takes."""
 
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,16 +10,17 @@ import numpy as np
 
 from ...core.errors import BigBatchWarning, LossError, OptionError
 from ...core.options import positive
-from ...core.verify.result import Verification, judge, relative_error
+from ...core.verify.compare import errors_of, total_error_of
+from ...core.verify.result import Verification, judge
 from .. import checks
 from ..accumulate import accumulate
 from ..backends.step import FitStep
 
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
-ROUNDED = 1e-6
+_TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+_ROUNDED = 1e-6
 """In float64 on jax and torch, where Keras 3.15 rounds some losses to float32."""
 
-Gradient = dict[str, np.ndarray]
+_Gradient = dict[str, np.ndarray]
 
 
 def verify(
@@ -36,25 +36,46 @@ def verify(
 
         print(verify(model, x, y, micro_batch_size=8))
 
-    Both are taken by `train_on_batch` of the compiled model itself: once as Keras has it, once with `accumulate`.
-    Nothing moves: the optimizer is replaced by one that only keeps the gradients, and variables, metrics, optimizer and
-    an `accumulate` of yours are as they were afterwards. Dropout and noise are switched off for the comparison.
+    stands for
 
-    x, y, sample_weight: one batch, as for `train_on_batch`.
-    micro_batch_size: the size to cut it into, smaller than the batch.
-    tolerance: the largest relative error that still counts as exact. By default that of the model's dtype: 1e-9 in
-        float64 (1e-6 on jax and torch, where Keras rounds some losses to float32), 1e-4 in float32, 2e-2 in float16,
-        1e-1 in bfloat16. A float64 model (`keras.config.set_floatx("float64")`) gives the sharpest answer.
+        model.optimizer = an optimizer that only keeps gradients
+        model.train_on_batch(x, y, sample_weight)                   # full
+        accumulate(model, micro_batch_size)
+        model.train_on_batch(x, y, sample_weight)                   # accumulated
+        error = |accumulated - full| / |full|                       # for each parameter
+
+    Afterwards variables, metrics, random seeds, the optimizer and your own `accumulate` are as before. Dropout and
+    noise layers are switched off for the comparison.
+
+    Args:
+        model: A compiled model, on one device.
+        x: The inputs of one batch, as for `train_on_batch`.
+        y: The targets.
+        sample_weight: The sample weights, if any.
+        micro_batch_size: The size to cut the batch into, smaller than the batch.
+        tolerance: The largest relative error that counts as exact. It follows from the model's dtype by default: 1e-9
+            in float64 (1e-6 on jax and torch, where Keras rounds some losses to float32), 1e-4 in float32, 2e-2 in
+            float16, 1e-1 in bfloat16. A float64 model (`keras.config.set_floatx("float64")`) gives the sharpest
+            answer.
+
+    Returns:
+        The error of each parameter, and the causes if it is not exact. It is true if it is exact, and prints as a
+        table.
+
+    Raises:
+        OptionError: The model is not compiled or has several replicas, or the batch would not be cut.
+        LossError: The gradient of the full batch is zero.
     """
     checks.check_model(model)
     micro_batch_size = positive("micro_batch_size", micro_batch_size)
     if not model.compiled:
         raise OptionError("the model is not compiled, so it has no loss: call model.compile(optimizer, loss) first")
-    num = len(keras.tree.flatten(x)[0])
-    if micro_batch_size >= num:
+    batch = (x, y, sample_weight)
+    size = checks.batch_size(batch)
+    if micro_batch_size >= size:
         raise OptionError(
-            f"micro_batch_size={micro_batch_size} leaves the batch of {num} in one piece, which proves nothing: "
-            f"pass {num - 1} or less"
+            f"micro_batch_size={micro_batch_size} leaves the batch of {size} in one piece, which proves nothing: "
+            f"pass {size - 1} or less"
         )
     strategy = getattr(model, "distribute_strategy", None)
     if strategy is not None and strategy.num_replicas_in_sync > 1:
@@ -62,18 +83,32 @@ def verify(
             f"verify() compares on one device, and the model has {strategy.num_replicas_in_sync} replicas: "
             "make and compile it outside of the strategy"
         )
-    batch = (x, y, sample_weight)
-    model._symbolic_build(data_batch=keras.tree.map_structure(as_array, batch))
-    with restored(model), without_noise(model) as noisy, warnings.catch_warnings(record=True) as said:
+    model._symbolic_build(data_batch=keras.tree.map_structure(_as_tensor, batch))
+    with _restored(model), _without_noise(model) as noisy, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", BigBatchWarning)
-        full, again = (gradient_of(model, batch, None) for _ in range(2))
-        ours = gradient_of(model, batch, micro_batch_size)
-    told = [str(each.message) for each in said if issubclass(each.category, BigBatchWarning)]
-    return compare(model, full, again, ours, tolerance, noisy, list(dict.fromkeys(told)))
+        full, again = (_gradient(model, batch, None) for _ in range(2))
+        ours = _gradient(model, batch, micro_batch_size)
+    if not any(map(np.any, full.values())):
+        raise LossError("the gradient of the full batch is zero, so there is nothing to compare: pass another batch")
+    dtype = keras.backend.standardize_dtype(model.compute_dtype)
+    if tolerance is None:
+        is_rounded = dtype == "float64" and keras.backend.backend() != "tensorflow"
+        tolerance = _ROUNDED if is_rounded else _TOLERANCES[dtype]
+    errors, total_error = errors_of(full, ours), total_error_of(full, ours)
+    causes = []
+    if noisy:
+        causes.append(f"{', '.join(noisy)} draw random numbers, and were switched off for the comparison")
+    if dtype != "float64":
+        causes.append(f"compared in {dtype}, the dtype of the model, so the gradients agree to rounding in it at best")
+    if not judge(errors, causes, tolerance).is_exact:
+        if (random := total_error_of(full, again)) > tolerance:
+            causes.append(f"the model draws random numbers: the full batch differs from itself by {random:.1e}")
+        causes += dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, BigBatchWarning))
+    return judge(errors, causes, tolerance, total_error)
 
 
-class Probe(keras.optimizers.Optimizer):
-    """Keeps the gradients that it is given, and moves nothing."""
+class _Probe(keras.optimizers.Optimizer):
+    """Keeps the gradients that it is given, and leaves the variables alone."""
 
     def __init__(self) -> None:
         super().__init__(learning_rate=0.0, name="bigbatch_probe")
@@ -87,60 +122,24 @@ class Probe(keras.optimizers.Optimizer):
         self.assign_add(self.kept[self._get_variable_index(variable)], gradient)  # of zeros: it may be sparse
 
 
-def gradient_of(model: Any, batch: Any, micro_batch_size: int | None) -> Gradient:
-    """By the name of the variable. Of the full batch if there is no size."""
+def _gradient(model: Any, batch: Any, micro_batch_size: int | None) -> _Gradient:
+    """By the name of the variable; of the full batch if there is no size."""
     seeds = {id(seed.state) for layer in model._flatten_layers() for seed in layer._seed_generators}
     variables = [v for v in model.non_trainable_variables if id(v) not in seeds]  # or two runs would draw the same
-    with unchanged(variables):
-        model.optimizer = Probe()
+    with _unchanged(variables):
+        model.optimizer = _Probe()
         accumulate(model, micro_batch_size).train_on_batch(*batch)
-    kept = enumerate(zip(model.trainable_variables, model.optimizer.kept, strict=True))
     paths = [v.path for v in model.trainable_variables]
-    return {
-        v.path if paths.count(v.path) == 1 else f"{v.path} ({i})": numbers(g).astype("float64") for i, (v, g) in kept
-    }
-
-
-def compare(
-    model: Any,
-    full: Gradient,
-    again: Gradient,
-    ours: Gradient,
-    tolerance: float | None,
-    noisy: list[str],
-    told: list[str],
-) -> Verification:
-    total = norm(full)
-    if not total:
-        raise LossError("the gradient of the full batch is zero, so there is nothing to compare: pass another batch")
-    dtype = keras.backend.standardize_dtype(model.compute_dtype)
-    if tolerance is None:
-        is_rounded = dtype == "float64" and keras.backend.backend() != "tensorflow"
-        tolerance = ROUNDED if is_rounded else TOLERANCES[dtype]
-    errors = {
-        name: relative_error(float(np.linalg.norm(ours[name] - g)), float(np.linalg.norm(g)), total)
-        for name, g in full.items()
-    }
-    causes = []
-    if noisy:
-        causes.append(f"{', '.join(noisy)} draw random numbers, and were switched off for the comparison")
-    if dtype != "float64":
-        causes.append(f"compared in {dtype}, the dtype of the model, so the gradients agree to rounding in it at best")
-    found = judge(errors, causes, tolerance, norm({name: ours[name] - g for name, g in full.items()}) / total)
-    if found.is_exact:
-        return found
-    random = norm({name: again[name] - g for name, g in full.items()}) / total
-    if random > tolerance:
-        causes.append(f"the model draws random numbers: the full batch differs from itself by {random:.1e}")
-    return judge(errors, [*causes, *told], tolerance, found.total_error)
+    names = [path if paths.count(path) == 1 else f"{path} ({i})" for i, path in enumerate(paths)]
+    return {name: _numbers(g).astype("float64") for name, g in zip(names, model.optimizer.kept, strict=True)}
 
 
 @contextmanager
-def restored(model: Any) -> Iterator[None]:
-    """Puts everything back that a step changes."""
+def _restored(model: Any) -> Iterator[None]:
+    """Restores everything that a step changes."""
     step, optimizer = FitStep.of(model), model.optimizer
     try:
-        with unchanged([*model.variables, *model.metrics_variables]):
+        with _unchanged([*model.variables, *model.metrics_variables]):
             yield
     finally:
         model.optimizer = optimizer
@@ -152,8 +151,8 @@ def restored(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def unchanged(variables: list[Any]) -> Iterator[None]:
-    values = [numbers(v) for v in variables]
+def _unchanged(variables: list[Any]) -> Iterator[None]:
+    values = [_numbers(v) for v in variables]
     try:
         yield
     finally:
@@ -162,8 +161,8 @@ def unchanged(variables: list[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def without_noise(model: Any) -> Iterator[list[str]]:
-    """Switches off what draws random numbers in Keras's own layers; gives their names."""
+def _without_noise(model: Any) -> Iterator[list[str]]:
+    """Switches off the randomness of Keras's own layers; yields their names."""
     noisy = [
         (layer, name, value)
         for layer in model._flatten_layers()
@@ -179,14 +178,10 @@ def without_noise(model: Any) -> Iterator[list[str]]:
             setattr(layer, name, value)
 
 
-def as_array(leaf: Any) -> Any:
+def _as_tensor(leaf: Any) -> Any:
     return None if leaf is None else keras.ops.convert_to_tensor(leaf)
 
 
-def numbers(v: Any) -> np.ndarray:
+def _numbers(v: Any) -> np.ndarray:
     found: np.ndarray = keras.ops.convert_to_numpy(v.value).copy()
     return found
-
-
-def norm(gradient: Gradient) -> float:
-    return math.hypot(*(float(np.linalg.norm(g)) for g in gradient.values()))
