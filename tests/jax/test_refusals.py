@@ -43,7 +43,7 @@ def call(compiled: bool, loss: Any = loss, batch: Any = BATCH, params: Any = Non
         ({"weight": lambda b: -1}, WeightError, "is -1"),
         ({"loss": lambda p, b: (loss(p, b), {"a": "b"}), "has_aux": True}, LossError, "return numbers alone"),
         ({"loss": lambda p, b: (loss(p, b), jax.random.key(0)), "has_aux": True}, OptionError, "a key of one micro-b"),
-        ({"accumulate_dtype": "nonsense"}, OptionError, "'nonsense' is no dtype"),
+        ({"accumulate_dtype": "nonsense"}, OptionError, "'nonsense' is not a dtype"),
         ({"accumulate_dtype": jnp.bfloat16}, OptionError, "bfloat16 is narrower than float32"),
         ({"loss": lambda p, b: ()}, LossError, "0 terms"),
         ({"loss": lambda p, b: "low"}, LossError, "the loss returned 'low'"),
