@@ -35,8 +35,8 @@ RESULTS = ROOT / "build" / "mutations.json"
 TABLE = ROOT / "tests" / "mutations.md"
 HEAD = """# Planted bugs
 
-Written by `python -m tests.mutations`. `make test-all` runs only for bugs that `make test` misses; "as left" means that
-it was not run, because it has the test that `make test` failed.
+Each row is a one-line bug that `python -m tests.mutations` plants in a copy of the code. `make test-all` has all
+tests of `make test`, so it runs only for bugs that `make test` misses; "same" means that it was not run.
 """
 OLD = 1_000_000_000  # 2001: no file of the copy is newer than .venv, so make installs nothing into it
 
@@ -381,7 +381,7 @@ def table(mutations: list[Mutation], results: dict[str, Any]) -> str:
     tried = [(m.name, results[m.name]["test"], results[m.name]["all"]) for m in mutations if m.name in results]
     for name, quick, thorough in tried:
         by = (quick or thorough or "").replace("|", "\\|")
-        kinds = ("caught", "as left") if quick else ("**no**", "caught" if thorough else "**no**")
+        kinds = ("caught", "same") if quick else ("**no**", "caught" if thorough else "**no**")
         lines.append(f"| {name} | {' | '.join(kinds)} | {by} |")
     nums = f"{sum(bool(q) for _, q, _ in tried)} | {sum(bool(q or t) for _, q, t in tried)}"
     return "\n".join([*lines, f"| {len(tried)} of {len(mutations)} tried | {nums} | |"])
