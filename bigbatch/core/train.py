@@ -6,8 +6,9 @@ from typing import Any
 
 from .errors import BatchError, OptionError
 from .history import History
+from .options import positive
 from .step import Step
-from .window import AccumulationSteps, positive, windows
+from .window import AccumulationSteps, windows
 
 
 def run_epochs(

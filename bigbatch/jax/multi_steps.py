@@ -9,8 +9,8 @@ import numpy as np
 import optax
 
 from ..core.errors import GradientError, LossError, OptionError, StateError, WeightError
+from ..core.options import positive
 from ..core.weight import Reduction, check_reduction, check_weight, is_number
-from ..core.window import positive
 from .batch import is_real, is_traced
 
 NonFinite = Literal["window", "micro_batch", "keep"]

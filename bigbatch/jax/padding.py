@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.errors import BatchError
-from ..core.window import positive
+from ..core.options import positive
 from .batch import check_rows
 
 

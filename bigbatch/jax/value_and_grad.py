@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ..core.errors import OptionError
+from ..core.options import positive
 from ..core.weight import Reduction, check_reduction
-from ..core.window import positive
 from .aux import Asked
 from .batch import Arrays, Form, as_numbers, is_traced, num_rows, take_apart
 from .distributed import (

@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from ..errors import BigBatchError, OptionError, StateError
 from ..history import History
-from ..window import positive, stream_of, windows
+from ..options import positive
+from ..window import stream_of, windows
 from . import random
 from .schedule import Every
 from .serialize import Array, as_array
