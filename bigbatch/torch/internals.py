@@ -88,7 +88,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The dict in which a module has its buffers: `setattr` would not take another tensor in some subclasses."""
+    """The dict of a module's buffers, without those of its children: here one can be swapped for another."""
     return module._buffers
 
 
