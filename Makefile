@@ -83,6 +83,7 @@ exactness: .venv/bench
 	$(BIN)/python -m benchmarks.exactness_tensorflow
 	$(BIN)/python -m benchmarks.exactness_jax
 	$(RANKS) --nproc-per-node 2 -m benchmarks.exactness_ranks
+	$(BIN)/python -m benchmarks.peers
 
 # The long run: 250 kills, 20,000 stories of calls, 100,000 steps of each framework; leaves build/soak.md.
 soak: .venv/test

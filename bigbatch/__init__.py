@@ -16,7 +16,8 @@ from .core.errors import (
     StateError,
     WeightError,
 )
-from .core.step import History, Step
+from .core.history import History
+from .core.step import Step
 from .core.verify.result import Verification
 from .core.window import Window, windows
 

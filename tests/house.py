@@ -1,9 +1,11 @@
-"""Counts how easy the house is to find one's way in; writes the table of docs/architecture.md.
+"""Measures how easy it is to find your way around the code; writes two parts of docs/architecture.md.
 
     python -m tests.house            # print the table
+    python -m tests.house --write    # write the table and the list of files into docs/architecture.md
     python -m tests.house --trace    # print the files that a step passes through, in order
+    python -m tests.house --names    # print the public names that no other module uses
 
-Each row is a number that should fall, or stay low:
+Each row of the table is a number that should fall, or stay low:
 
 - the files of `bigbatch/` that a step with three micro-batches calls into, and how often control moves from a
   function in one file to a function in another (calls only; a second step is traced, when everything is warm);
@@ -25,12 +27,14 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "bigbatch"
+PAGE = ROOT / "docs" / "architecture.md"
 SUFFIXES = {".py", ".jinja"}
-DIVISIONS = re.compile(
-    r"divide_no_nan\("  # TensorFlow's w / W
-    r"|\bw / t\b|/ (jnp\.where\(\w+ == 0, 1|count\b|whole\b|total\b|total_weight\b|size\b(?! \*)|divisor\b)"
-    r"|/ _divisor\("
-)
+TOTALS = {"total", "totals", "total_weight", "weight", "weights", "w", "t", "whole", "count", "counts", "size"}
+TOTALS |= {"num_samples", "num_tokens", "nums", "divisor", "reference"}
+DIVIDE = {"divide", "divide_no_nan", "div", "div_", "_foreach_div", "_foreach_div_", "true_divide", "truediv"}
+OTHER_DIVISIONS = {
+    ("torch/distributed/fsdp.py", "total / self.size"): "self.size is the number of ranks",
+}
 
 
 def sources(folder: Path = PACKAGE) -> list[Path]:
@@ -63,6 +67,46 @@ def unused_public_names() -> list[str]:
             if not name.startswith("_") and not any(name in words[other] for other in texts if other != path):
                 found.append(f"{path.relative_to(PACKAGE)}:{name}")
     return found
+
+
+def divisions(source: str) -> list[str]:
+    """Every expression that divides by a total weight, as its name or the name of a function call says.
+
+    A norm divided by a norm is none: `distance_norm / total`.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            dividend, divisor = node.left, node.right
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+            dividend, divisor = node.target, node.value
+        elif isinstance(node, ast.Call) and node.args and _names(node.func) & DIVIDE:
+            dividend, divisor = node.args[0], node.args[-1]  # x.div(total) has one argument
+        else:
+            continue
+        is_norm = any("norm" in name for name in _names(dividend))
+        is_guarded = isinstance(node, ast.Call) and "divide_no_nan" in _names(node.func)  # what else would it be for
+        if is_guarded or (not is_norm and TOTALS & {name.lstrip("_") for name in _names(divisor)}):
+            found.append(ast.unparse(node))
+    return found
+
+
+def places_that_divide() -> list[str]:
+    """The divisions by a total weight in the package, with their files; there should be one, in core/weight.py."""
+    return [
+        f"{name}: {text}"
+        for path in sources()
+        if path.suffix == ".py"
+        for name in [path.relative_to(PACKAGE).as_posix()]
+        for text in divisions(path.read_text())
+        if (name, text) not in OTHER_DIVISIONS
+    ]
+
+
+def _names(tree: ast.AST) -> set[str]:
+    """All names in an expression: variables, attributes, and functions that it calls."""
+    nodes = list(ast.walk(tree))
+    return {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
 
 
 def top_level_names(tree: ast.Module) -> Iterator[str]:
@@ -132,33 +176,70 @@ def torch_walks() -> dict[str, list[str]]:
     return {"step": calls_of(lambda: whole.step(batch)), "micro_batch": calls_of(feed)}
 
 
-def rows() -> Iterator[tuple[str, str]]:
+def rows() -> Iterator[tuple[str, str, str]]:
+    """The table: what is counted, what it was at commit c700251, and what it is now."""
     from bigbatch.torch import Accumulator
 
     walks = torch_walks()
-    for name, title in (("step", "a torch `step` of 3 micro-batches"), ("micro_batch", "`micro_batch()`, 3 times")):
-        num_files, num_changes = walk(walks[name])
-        yield f"files that {title} passes through / changes of file", f"{num_files} / {num_changes}"
-    yield "inheritance depth of `Accumulator`", str(depth(Accumulator))
-    yield "lines of `bigbatch/` that are not blank", f"{num_lines():,}"
+    step, fed = ("{} / {}".format(*walk(walks[name])) for name in ("step", "micro_batch"))
     clip, policy = (len(files_that_mention(word)) for word in ("clip_norm", "on_nonfinite"))
-    yield "files that mention `clip_norm` / `on_nonfinite`", f"{clip} / {policy}"
-    yield "public top-level names used in no other module", str(len(unused_public_names()))
+    yield "files that a torch `step` of 3 micro-batches passes through / changes of file", "23 / 171", step
+    yield "the same for three `micro_batch()` blocks that fill a window", "21 / 263", fed
+    yield "inheritance depth of `Accumulator`", "4", str(depth(Accumulator))
+    yield "lines of `bigbatch/` that are not blank", "16,976", f"{num_lines():,}"
+    yield "places that compute w / W", "25", str(len(places_that_divide()))
+    yield "files that mention `clip_norm` / `on_nonfinite`", "15 / 13", f"{clip} / {policy}"
+    yield "public top-level names that no other module uses", "263", str(len(unused_public_names()))
+
+
+def table() -> str:
+    lines = ["| | before | now |", "| --- | ---: | ---: |", *(f"| {' | '.join(row)} |" for row in rows())]
+    return "\n".join(lines)
+
+
+def tree(folder: Path = PACKAGE, depth: int = 0) -> str:
+    """Every file of a folder, each with the first line of its docstring."""
+    lines = [_line(folder.name + "/", folder / "__init__.py", depth)]
+    for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name)):
+        if path.is_dir() and (path / "__init__.py").exists():
+            lines.append(tree(path, depth + 1))
+        elif path.suffix in SUFFIXES and path.name != "__init__.py":
+            lines.append(_line(path.name, path, depth + 1))
+    return "\n".join(lines)
+
+
+def _line(name: str, path: Path, depth: int) -> str:
+    doc = (ast.get_docstring(ast.parse(path.read_text())) or "") if path.suffix == ".py" else ""
+    return f"{'  ' * depth + name:28} {doc.partition(chr(10))[0]}".rstrip()
+
+
+def write() -> None:
+    """Fills what stands between `<!-- name -->` and `<!-- /name -->`."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, part in (("house", table()), ("files", f"```\n{tree()}\n```")):
+        before, begin, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- /{name} -->")
+        text = f"{before}{begin}{part}\n{end}{after}"
+    PAGE.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write docs/architecture.md")
     parser.add_argument("--trace", action="store_true", help="print the files that a step passes through")
     parser.add_argument("--names", action="store_true", help="print the public names that no other module uses")
+    parser.add_argument("--divisions", action="store_true", help="print the places that divide by a total weight")
     options = parser.parse_args()
     if options.trace:
         for name, calls in torch_walks().items():
             print(f"{name}:", *calls, sep="\n  ")
+    if options.divisions:
+        print(*places_that_divide(), sep="\n")
     if options.names:
         print(*unused_public_names(), sep="\n")
-    print("| | |\n| --- | ---: |")
-    for title, value in rows():
-        print(f"| {title} | {value} |")
+    print(table())
+    if options.write:
+        write()
 
 
 if __name__ == "__main__":

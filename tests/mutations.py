@@ -35,29 +35,29 @@ RESULTS = ROOT / "build" / "mutations.json"
 TABLE = ROOT / "tests" / "mutations.md"
 HEAD = """# Planted bugs
 
-Written by `python -m tests.mutations`. `make test-all` runs only for bugs that `make test` misses; "as left" means that
-it was not run, because it has the test that `make test` failed.
+Each row is a one-line bug that `python -m tests.mutations` plants in a copy of the code. `make test-all` has all
+tests of `make test`, so it runs only for bugs that `make test` misses; "same" means that it was not run.
 """
 OLD = 1_000_000_000  # 2001: no file of the copy is newer than .venv, so make installs nothing into it
 
 # name | file in bigbatch/ | suites that should catch it, the most likely first; then the change as in a diff
 MUTATIONS = r"""
 core: a micro-batch counts 1 instead of its weight | core/weight.py | test-core test-torch
-- return tuple(w / t if t else 0.0 for w, t in zip(weight, total, strict=True))
-+ return tuple(1 / t if t else 0.0 for w, t in zip(weight, total, strict=True))
+- return where(is_empty, 0.0, weight / where(is_empty, 1.0, total))
++ return where(is_empty, 0.0, 1 / where(is_empty, 1.0, total))
 core: the reference is the last weight instead of the first | core/weight.py | test-core test-torch
-- return scales(self.reference, total, self.reduction)
-+ return scales(self.weights[-1], total, self.reduction)
+- return shares(self.reference, total, self.reduction, self._where)
++ return shares(self.weights[-1], total, self.reduction, self._where)
 core: a fed window is divided by the number of micro-batches | core/weight.py | test-core test-torch
-- return scales(self.reference, total, self.reduction)
-+ return scales(self.reference, tuple(r * len(self.weights) for r in self.reference), self.reduction)
+- return shares(self.reference, total, self.reduction, self._where)
++ return shares(self.reference, tuple(r * len(self.weights) for r in self.reference), self.reduction, self._where)
 core: the 0/0 of an empty micro-batch enters the loss | core/weight.py | test-core test-torch
-- zip(term, scale_of_term, strict=True) if scale)
-+ zip(term, scale_of_term, strict=True))
+- zip(term, of_term, strict=True) if part)
++ zip(term, of_term, strict=True))
 core: one empty term makes the loss NaN | core/step.py | test-core test-torch
 - has_weight = self.reduction == "sum" or any(as_terms(self.weight))
 + has_weight = self.reduction == "sum" or all(as_terms(self.weight))
-core: the loss of an epoch weights sums instead of means | core/step.py | test-core
+core: the loss of an epoch weights sums instead of means | core/history.py | test-core
 - term * (1 if step.reduction == "sum" else weight)
 + term * (1 if step.reduction != "sum" else weight)
 core: the tail of a batch is dropped | core/window.py | test-core test-keras-torch
@@ -151,26 +151,26 @@ tensorflow: the optimizer adds the reduced gradient up again | tensorflow/optimi
 - inner._all_reduce_sum_gradients = list
 + inner._all_reduce_sum_gradients = inner._all_reduce_sum_gradients
 jax: the tail counts as much as a full micro-batch | jax/window.py | test-jax
-- count = weights[0] if weights else size / self.size
-+ count = weights[0] if weights else 1
+- count = share(weights[0], self._unit)
++ count = share(weights[0], self._unit) if self.spec.weight else 1
 jax: gradients add up in the dtype of the parameter | jax/window.py | test-jax
-- dtype = self.window.accumulate_dtype or jnp.promote_types(parameter.dtype, jnp.float32)
-+ dtype = self.window.accumulate_dtype or parameter.dtype
+- dtype = self.spec.accumulate_dtype or jnp.promote_types(parameter.dtype, jnp.float32)
++ dtype = self.spec.accumulate_dtype or parameter.dtype
 jax: loss and weight are not reduced over devices | jax/window.py | test-jax
-- *(lax.psum(sums[1:], self.axes) if self.axes else sums[1:]))
-+ *sums[1:])
+- return _Sums(gradient, *add_up(sums[1:], self.axes))
++ return _Sums(gradient, *sums[1:])
 jax: the number of devices is 1 | jax/window.py | test-jax
-- num_devices = lax.axis_size(self.axes) if self.axes else 1
-+ num_devices = 1
+- return int(lax.axis_size(self.axes)) if self.axes else 1
++ return 1
 jax: every micro-batch draws the same random numbers | jax/keys.py | test-jax
 - key = jax.random.fold_in(key, number)
 + key = jax.random.fold_in(key, 0)
 jax: multi_steps does not zero its sums between windows | jax/multi_steps.py | test-jax
-- lambda old: jnp.where(is_going_on, old, jnp.zeros_like(old)), (
+- lambda old: jnp.where(is_open, old, jnp.zeros_like(old)), (
 + lambda old: old, (
 jax: multi_steps divides by the number of micro-batches | jax/multi_steps.py | test-jax
-- divisor = _divisor(window.weight, reduction)
-+ divisor = window.micro_step + 1
+- return (sums if reduction == "sum" else share(sums, window.weight, jnp.where)).astype(gradient.dtype)
++ return (sums if reduction == "sum" else share(sums, window.micro_step + 1, jnp.where)).astype(gradient.dtype)
 jax: multi_steps applies a gradient that is not finite | jax/multi_steps.py | test-jax
 - is_applied &= _is_finite(gradient)
 + is_applied &= True
@@ -187,13 +187,13 @@ keras: the loss is tried outside of a stateless scope | keras/backends/step.py |
 - with keras.StatelessScope(values, collect_losses=True):
 + with nullcontext():
 keras: the tail counts as a full micro-batch on TensorFlow | keras/backends/tensorflow.py | test-keras-tensorflow
-- share = tf.cast(num, total.dtype) / total
-+ share = tf.cast(self.micro_batch_size, total.dtype) / total
+- share = loss.share(tf.cast(num, total.dtype), total)
++ share = loss.share(tf.cast(self.micro_batch_size, total.dtype), total)
 keras: gradients are not reduced over replicas | keras/backends/tensorflow.py | test-keras-tensorflow
 - gradients = replicas.add_up(gradients)
 + gradients = list(gradients)
 keras: JAX divides by the number of micro-batches | keras/backends/jax.py | test-keras-jax
-- share = jnp.asarray(num_samples(micro_batch[0]) / size, dtype)
+- share = loss.share(jnp.asarray(num_samples(micro_batch[0]), dtype), size)
 + share = jnp.asarray(1 / -(-size // self.micro_batch_size), dtype)
 keras: torch does not zero gradients between steps | keras/backends/torch.py | test-keras-torch
 - model.zero_grad()
@@ -381,7 +381,7 @@ def table(mutations: list[Mutation], results: dict[str, Any]) -> str:
     tried = [(m.name, results[m.name]["test"], results[m.name]["all"]) for m in mutations if m.name in results]
     for name, quick, thorough in tried:
         by = (quick or thorough or "").replace("|", "\\|")
-        kinds = ("caught", "as left") if quick else ("**no**", "caught" if thorough else "**no**")
+        kinds = ("caught", "same") if quick else ("**no**", "caught" if thorough else "**no**")
         lines.append(f"| {name} | {' | '.join(kinds)} | {by} |")
     nums = f"{sum(bool(q) for _, q, _ in tried)} | {sum(bool(q or t) for _, q, t in tried)}"
     return "\n".join([*lines, f"| {len(tried)} of {len(mutations)} tried | {nums} | |"])

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from .. import __version__
 from ..core.errors import BigBatchError, BigBatchWarning, OptionError
-from ..core.step import to_json
+from ..core.text import to_json
 from . import errors
 from .errors import TaskRaisedError
 from .run.ranks import here, ranks_of, refuse_several

@@ -5,13 +5,14 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli_w
 
 from ..core.checkpoint.schedule import Every
 from ..core.errors import OptionError
-from ..core.window import positive
+from ..core.nonfinite import OnNonFinite
+from ..core.options import check_choice, positive
 from .task import FRAMEWORKS, Task
 
 CHOICES = {
@@ -19,7 +20,7 @@ CHOICES = {
     "lr_scaling": ("none", "linear", "sqrt"),
     "schedule": ("constant", "cosine", "linear"),
     "precision": ("float32", "bf16", "fp16"),
-    "on_nonfinite": ("skip", "raise", "stop"),
+    "on_nonfinite": get_args(OnNonFinite),
 }
 
 
@@ -142,8 +143,7 @@ def checked(config: Config) -> Config:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
             raise OptionError(f"{option(name)} must be a whole number from 0 on, not {value!r}")
     for name, choices in CHOICES.items():
-        if getattr(config, name) not in choices:
-            raise OptionError(f"{option(name)} must be one of {', '.join(choices)}, not {getattr(config, name)!r}")
+        check_choice(option(name), getattr(config, name), choices)
     for name in ("compare", "tensorboard"):
         if not isinstance(getattr(config, name), bool):
             raise OptionError(f"{name} must be true or false, not {getattr(config, name)!r}")

@@ -1,20 +1,14 @@
-"""What a step did, and the steps of a run."""
+"""`Step`: what one optimizer step did."""
 
-import inspect
-import json
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from .checkpoint.files import write_whole
-from .errors import MissingExtraError, StateError
-from .weight import Reduction, Terms, as_terms, check_weight
+from .weight import Reduction, Terms, as_terms
 
 
 class _Fetched:
-    """An attribute whose value may be a function that fetches it: called when it is first read, and only then."""
+    """An attribute whose value may be a function. It is called at the first read, and its result is kept."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._slot = f"_{name}"
@@ -31,10 +25,27 @@ class _Fetched:
 
 
 class Step:
-    """What one step did.
+    """What one optimizer step did.
 
-    Making one never waits for a device: each value may be a function that fetches it. Reading it calls that
-    function, once.
+        step = accumulator.step(batch)
+        if not step.is_applied:
+            print("skipped")
+        print(step.loss, step.grad_norm)
+
+    Creating a Step never waits for a GPU: values that are still on the device are fetched when you first read them.
+
+    Attributes:
+        loss: The loss of the whole batch: its terms added up. NaN if the total weight is 0.
+        terms: The terms of the loss, each for the whole batch. A plain loss is a tuple of one.
+        weight: The total weight of the batch: its samples, unless you count something else. A tuple with one number per
+            term if the loss has several terms.
+        grad_norm: The norm of the gradient of the whole batch, before clipping. None if it was not measured.
+        num_micro_batches: How many micro-batches the step had, on all ranks together.
+        micro_batch_size: How many samples a micro-batch has at most. None if you fed the micro-batches yourself.
+        is_applied: Whether the parameters were updated. False if the total weight was 0, or if the gradient was not
+            finite.
+        reduction: "mean" or "sum": how the losses of the samples become that of the batch.
+        noise_scale: The gradient noise scale, if somebody measured it; the accumulators leave it None.
     """
 
     __slots__ = (
@@ -48,15 +59,10 @@ class Step:
         "reduction",
     )
     terms = _Fetched()
-    """The loss of the whole batch, term by term."""
     weight = _Fetched()
-    """The total weight of the batch; a tuple where the loss has several terms."""
     grad_norm = _Fetched()
-    """The norm of the whole gradient, before clipping; None if nobody measured it."""
     num_micro_batches = _Fetched()
-    """How many the batch was cut into, or the window had; on all replicas together."""
     is_applied = _Fetched()
-    """False if the parameters were left alone: the weight was zero or the gradient not finite."""
 
     def __init__(
         self,
@@ -81,12 +87,12 @@ class Step:
 
     @property
     def loss(self) -> float:
-        """The loss of the whole batch; not a number if the total weight is zero."""
+        """The loss of the whole batch; NaN if the total weight is 0."""
         has_weight = self.reduction == "sum" or any(as_terms(self.weight))
         return float(sum(self.terms)) if has_weight else math.nan
 
     def as_dict(self) -> dict[str, Any]:
-        """All values, as plain Python ones."""
+        """All values as plain Python numbers, lists and strings."""
         return {
             "loss": self.loss,
             "terms": list(self.terms),
@@ -109,156 +115,6 @@ class Step:
         )
 
 
-STEP = frozenset(inspect.signature(Step).parameters)
-
-
-class History:
-    """The steps of a run, epoch by epoch.
-
-    for epoch in range(3):
-        for batch in loader:
-            history.append(accumulator.step(batch))
-        history.end_epoch()
-    history.losses  # three numbers
-    """
-
-    def __init__(self) -> None:
-        self._epochs: list[list[Step]] = [[]]
-        self._lines: list[str] = []
-        """Of steps that nothing can change any more."""
-
-    def append(self, step: Step) -> None:
-        """Adds a step to the epoch that is running."""
-        self._epochs[-1].append(step)
-
-    def end_epoch(self) -> None:
-        """Ends the epoch; the next step belongs to the next one."""
-        self._epochs.append([])
-
-    @property
-    def steps(self) -> list[Step]:
-        """All steps in order."""
-        return [step for epoch in self._epochs for step in epoch]
-
-    @property
-    def losses(self) -> list[float]:
-        """One number per epoch: the mean loss, weighted as the batches were."""
-        return [epoch_loss(epoch) for epoch in self._epochs if epoch]
-
-    def __len__(self) -> int:
-        return sum(map(len, self._epochs))
-
-    def __iter__(self) -> Iterator[Step]:
-        return iter(self.steps)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes JSON lines, one per step. The file is there whole or not at all."""
-        write_whole(path, self.to_lines())
-
-    def to_lines(self) -> bytes:
-        """JSON lines, one per step; what was written before is not written anew."""
-        new = [json.dumps(to_json(record), allow_nan=False) + "\n" for record in self._records(len(self._lines))]
-        text = "".join([*self._lines, *new]).encode()
-        self._lines += new[:-1]  # the last may yet turn out to be its epoch's last
-        return text
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "History":
-        """Reads what `save` wrote."""
-        return cls.from_lines(Path(path).read_bytes(), path)
-
-    @classmethod
-    def from_lines(cls, content: bytes, path: str | os.PathLike[str]) -> "History":
-        """What `to_lines` gave; the path is for what is told if it is no history."""
-        history = cls()
-        try:
-            lines = content.decode().splitlines()
-        except UnicodeDecodeError as error:
-            raise StateError(f"{path} is no history, since it is no text: {error}") from error
-        for number, line in enumerate(lines, 1):
-            try:
-                history._append_record(from_json(json.loads(line)))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise StateError(f"line {number} of {path} is no step of a history: {error}") from error
-        return history
-
-    def become(self, other: "History") -> None:
-        """Takes the steps and epochs of another in place of its own."""
-        self._epochs, self._lines = other._epochs, other._lines
-
-    def _records(self, first: int) -> Iterator[dict[str, Any]]:
-        """Those of all steps from this one on."""
-        before = 0
-        for epoch, steps in enumerate(self._epochs):
-            for place in range(max(0, first - before), len(steps)):
-                ends_epoch = place == len(steps) - 1 and epoch < len(self._epochs) - 1
-                yield {"step": before + place, "epoch": epoch, "ends_epoch": ends_epoch, **steps[place].as_dict()}
-            before += len(steps)
-
-    def _append_record(self, record: dict[str, Any]) -> None:
-        del record["step"], record["loss"]
-        epoch, ends_epoch = record.pop("epoch"), record.pop("ends_epoch")
-        if epoch < len(self._epochs) - 1:
-            raise ValueError(f"epoch {epoch} comes after epoch {len(self._epochs) - 1}")
-        record["terms"] = tuple(map(float, record["terms"]))
-        if isinstance(record["weight"], list):
-            record["weight"] = tuple(record["weight"])
-        check_weight(as_terms(record["weight"]), of="the step")
-        step = Step(**{name: value for name, value in record.items() if name in STEP})  # others may add to the line
-        while len(self._epochs) <= epoch:
-            self.end_epoch()
-        self.append(step)
-        if ends_epoch:
-            self.end_epoch()
-
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draws the loss over the steps, and the mean of each epoch; returns the matplotlib figure."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingExtraError('History.plot needs matplotlib: pip install "bigbatch[cli]"') from error
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.subplots()
-        axes.plot([step.loss for step in self.steps], linewidth=1, label="step")
-        ends = [sum(map(len, self._epochs[: i + 1])) - 1 for i, epoch in enumerate(self._epochs) if epoch]
-        axes.plot(ends, self.losses, marker="o", label="mean of the epoch")
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss")
-        axes.legend()
-        if path is not None:
-            figure.savefig(path)
-        return figure
-
-
-def epoch_loss(steps: Iterable[Step]) -> float:
-    """The loss of all samples (or tokens) of an epoch: each term a mean by its own weight."""
-    sums: dict[int, float] = {}
-    weights: dict[int, float] = {}
-    for step in steps:
-        for number, (term, weight) in enumerate(zip(step.terms, as_terms(step.weight), strict=True)):
-            if weight:  # a term over nothing says nothing, not even if it is 0/0
-                sums[number] = sums.get(number, 0.0) + term * (1 if step.reduction == "sum" else weight)
-                weights[number] = weights.get(number, 0.0) + weight
-    return sum(sums[number] / weights[number] for number in sums) if sums else math.nan
-
-
 def _plain(number: Any) -> Any:
-    """Numpy's numbers as Python's."""
+    """A numpy number as Python's own."""
     return number.item() if hasattr(number, "item") else number
-
-
-def to_json(value: Any) -> Any:
-    """JSON knows no infinity and no NaN: they travel as text."""
-    if isinstance(value, dict):
-        return {key: to_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [to_json(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def from_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: from_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [from_json(item) for item in value]
-    return float(value) if value in ("nan", "inf", "-inf") else value

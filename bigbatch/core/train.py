@@ -5,8 +5,10 @@ from itertools import chain
 from typing import Any
 
 from .errors import BatchError, OptionError
-from .step import History, Step
-from .window import AccumulationSteps, positive, windows
+from .history import History
+from .options import positive
+from .step import Step
+from .window import AccumulationSteps, windows
 
 
 def run_epochs(

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, pairwise
 from typing import Any, Generic, TypeVar, overload
 
-from .errors import BatchError, OptionError
+from .errors import BatchError
+from .options import positive
 from .weight import is_number
 
 T = TypeVar("T")
@@ -101,18 +102,7 @@ def cuts(batch_size: int, micro_batch_size: int) -> list[slice]:
     return [slice(start, min(start + micro_batch_size, batch_size)) for start in range(0, batch_size, micro_batch_size)]
 
 
-def shares(batch_size: int, num_ranks: int) -> list[slice]:
+def rank_slices(batch_size: int, num_ranks: int) -> list[slice]:
     """What each rank has of a batch: as even as can be, the first ones have more; some have nothing if it is small."""
     ends = [-(-batch_size * rank // num_ranks) for rank in range(num_ranks + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends)]
-
-
-def positive(name: str, value: Any) -> int:
-    """The value as an int, if it is a whole number of at least 1."""
-    try:
-        number = value.__index__()
-    except (AttributeError, TypeError):
-        number = 0
-    if number < 1 or isinstance(value, bool):
-        raise OptionError(f"{name} is {value!r}: pass a whole number of at least 1")
-    return int(number)

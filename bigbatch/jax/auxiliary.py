@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 
 from ..core.errors import OptionError
+from ..core.options import check_choice
 from .batch import is_typed_key
 
 _WAYS = ("auto", "concatenate", "sum", "mean")
@@ -48,8 +49,7 @@ class AuxSpec:
     def of(cls, nest: Any) -> "AuxSpec":
         words, structure = jax.tree.flatten(nest)
         for word in words:
-            if word not in _WAYS:
-                raise OptionError(f"aux={word!r} is unknown: pass {', '.join(map(repr, _WAYS[:-1]))} or {_WAYS[-1]!r}")
+            check_choice("aux", word, _WAYS)
         return cls(structure, tuple(words))
 
     def each(self, like: Any) -> list[str]:

@@ -13,8 +13,8 @@ from jax.experimental.sparse import JAXSparse
 
 from ..core.batch import shared_size
 from ..core.errors import BatchError, OptionError, WeightError
+from ..core.options import positive
 from ..core.weight import as_plain, check_weight, is_number
-from ..core.window import positive
 
 _Role = Literal["rows", "key", "whole", "static"]
 _NO_NUMBERS = ("U", "S", "O")  # kinds of NumPy arrays that JAX cannot hold: strings, objects

@@ -11,7 +11,7 @@ import numpy as np
 from ..core.checkpoint.loop import Resumable
 from ..core.checkpoint.serialize import Array, as_array
 from ..core.errors import OptionError, OrderError, StateError
-from ..core.step import History
+from ..core.history import History
 from .batch import is_typed_key
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 
 from ..core.errors import GradientError, LossError, OptionError, StateError, WeightError
+from ..core.options import check_choice, positive
 from ..core.weight import Reduction, check_reduction, check_weight, counted, is_number, share
-from ..core.window import positive
 from .batch import is_real
 from .internals import is_traced
 
@@ -115,8 +115,7 @@ def multi_steps(
             `value_fn` has to be the loss of the whole batch.
     """
     check_reduction(reduction)
-    if non_finite not in get_args(_NonFinite):
-        raise OptionError(f'non_finite={non_finite!r} is unknown: pass "window", "micro_batch" or "keep"')
+    check_choice("non_finite", non_finite, get_args(_NonFinite))
     if not callable(accumulation_steps):
         accumulation_steps = positive("accumulation_steps", accumulation_steps)
     if not isinstance(optimizer, optax.GradientTransformation):

@@ -12,9 +12,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ..core.errors import OptionError
-from ..core.options import check_callable
+from ..core.options import check_callable, check_choice, positive
 from ..core.weight import Reduction, check_reduction
-from ..core.window import positive
 from .auxiliary import AuxSpec
 from .batch import Arrays, Form, as_numbers, num_rows, take_apart
 from .distributed import (
@@ -95,7 +94,7 @@ def value_and_grad(
     check_reduction(reduction)
     check_callable("loss", loss)
     check_callable("weight", weight)
-    _check_rng(rng)
+    check_choice("rng", rng, ("per_micro_batch", "per_sample", None))
     _check_dtype(accumulate_dtype)
     size = positive("micro_batch_size", micro_batch_size)
     spec = Spec(loss, size, weight, has_aux, reduction, AuxSpec.of(aux), rng, accumulate_dtype)
@@ -219,11 +218,6 @@ def _axes_inside(parameters: Any, rows: list[Any]) -> Axes:
 
 
 # --- checks --------------------------------------------------------------------------------------------------
-
-
-def _check_rng(rng: Any) -> None:
-    if rng not in ("per_micro_batch", "per_sample", None):
-        raise OptionError(f'rng={rng!r} is unknown: pass "per_micro_batch", "per_sample" or None')
 
 
 def _check_dtype(dtype: Any) -> None:

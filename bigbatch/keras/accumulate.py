@@ -1,12 +1,13 @@
 """`accumulate`: fit in micro-batches."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import keras
 
-from ..core.window import positive
+from ..core.options import positive
 from . import checks
-from .backends.step import FitStep
+from .backends.step import Backend, FitStep
 
 Model = TypeVar("Model")
 
@@ -35,17 +36,17 @@ def accumulate(model: Model, micro_batch_size: int | None) -> Model:
     checks.check_train_step(fitted)
     if fitted.compiled:
         checks.check_optimizer(fitted.optimizer)
-    ours = step_class()
+    backend = backend_of_keras()
     if (step := FitStep.of(fitted)) is not None:
         step.detach()
     if micro_batch_size is not None:
-        ours(fitted, micro_batch_size).attach()
+        FitStep(fitted, micro_batch_size, backend).attach()
     fitted.train_function = fitted.test_function = None  # what fit compiled before has the old step in it
     return model
 
 
-def step_class() -> type[FitStep]:
-    """The step of the backend that Keras runs on, which is imported here and not before."""
+def backend_of_keras() -> Callable[[FitStep], Backend]:
+    """The backend that Keras runs on, which is imported here and not before."""
     match keras.backend.backend():
         case "tensorflow":
             from .backends.tensorflow import TensorFlowStep

@@ -25,6 +25,7 @@ from keras import ops, tree
 from keras.src.backend import get_keras_mask, in_stateless_scope, set_keras_mask
 from keras.src.losses.loss import apply_mask, unscale_loss_for_distribution
 
+from ..core import weight as heart
 from ..core.errors import BatchError, LossError
 
 Batch = tuple[Any, Any, Any]
@@ -238,6 +239,11 @@ def weigh(part: Part, kind: Kind, num: Any) -> Any:
     mask = None if mask is None else ops.cast(mask, dtype)
     weight = ops.convert_to_tensor(part.sample_weight, dtype=dtype)
     return ops.sum(apply_mask(weight, mask, dtype=dtype, reduction="mean_with_sample_weight"))
+
+
+def share(weight: Any, total: Any) -> Any:
+    """`core.weight.share` for the tensors of every backend."""
+    return heart.share(weight, total, ops.where)
 
 
 def share_of(share: Any, power: int) -> Any:

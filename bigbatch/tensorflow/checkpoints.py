@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ..core.checkpoint.loop import Resumable
 from ..core.errors import OrderError, StateError
-from ..core.step import History
+from ..core.history import History
 from ..core.window import stream_of
 from .accumulator import Accumulator
 

@@ -6,10 +6,10 @@ from typing import Any
 import tensorflow as tf
 
 from ..core.errors import GradientError, OptionError, OrderError
-from ..core.options import Option, check_steps
+from ..core.options import Option, check_steps, positive
 from ..core.step import Step
 from ..core.weight import is_number
-from ..core.window import AccumulationSteps, positive, steps_at
+from ..core.window import AccumulationSteps, steps_at
 from . import checks, gradients
 from . import exclusive as users
 from .checks import WEIGHT

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ..core.step import History
+from ..core.history import History
 from ..core.train import check_one_way, run_epochs
 from ..core.window import AccumulationSteps
 from .accumulator import Accumulator, Loss

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..core.checkpoint.loop import Resumable
 from ..core.errors import OptionError, StateError
-from ..core.step import History
+from ..core.history import History
 from ..core.window import stream_of
 from .accumulator import Accumulator
 from .arrays import from_array, to_array, with_sparse, without_sparse

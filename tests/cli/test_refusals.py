@@ -102,11 +102,20 @@ BAD_NUMBERS: dict[str, tuple[list[Any], str]] = {
     "no clipping": (["--clip-norm", 0], "--clip-norm must be a number above zero"),
     "epochs and steps": (["--epochs", 2, "--steps", 3], "--epochs 2 and --steps 3 are both given"),
     "no base": (["--lr-scaling", "linear"], "needs --base-batch-size"),
-    "an unknown schedule": (["--schedule", "sawtooth"], "--schedule must be one of constant, cosine, linear"),
-    "an unknown precision": (["--precision", "int3"], "--precision must be one of float32, bf16, fp16"),
+    "an unknown schedule": (
+        ["--schedule", "sawtooth"],
+        '--schedule=\'sawtooth\' is unknown: pass "constant", "cosine" or "linear"',
+    ),
+    "an unknown precision": (
+        ["--precision", "int3"],
+        '--precision=\'int3\' is unknown: pass "float32", "bf16" or "fp16"',
+    ),
     "checkpoints never": (["--checkpoint-every", 0], "--checkpoint-every 0: a checkpoint every '0' is unknown"),
     "an unknown unit": (["--checkpoint-every", "3weeks"], "pass a number of steps such as 100, or a time, 10min"),
-    "an unknown way": (["--on-nonfinite", "pray"], "--on-nonfinite must be one of skip, raise, stop"),
+    "an unknown way": (
+        ["--on-nonfinite", "pray"],
+        '--on-nonfinite=\'pray\' is unknown: pass "skip", "raise" or "stop"',
+    ),
     "a negative seed": (["--seed", -1], "--seed must be a whole number"),
     "an unknown device": (["--device", "abacus"], "--device abacus cannot be used here"),
     "an unknown option": (["--bach-size", 3], "No such option"),

@@ -1,14 +1,18 @@
+import copy
+import pickle
+import pydoc
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
 from bigbatch import OptionError
-from bigbatch.core.options import Fixed, Option, check_clip, check_size, check_steps
+from bigbatch.core.options import Fixed, Option, check_choice, check_clip, check_on_nonfinite, check_size, check_steps
 
 
 class Holder:
-    clip_norm = Option(check_clip)
+    clip_norm = Option(check_clip, "The largest norm.")
     reduction = Fixed()
 
     def __init__(self, clip_norm: Any = None, reduction: str = "mean") -> None:
@@ -19,7 +23,7 @@ def test_an_option_is_checked_whenever_it_is_set() -> None:
     one, other = Holder(2), Holder()
     one.clip_norm = 0.5
     assert (one.clip_norm, other.clip_norm) == (0.5, None)
-    for bad in (-1, 0, float("nan"), "1"):
+    for bad in (-1, 0, float("nan"), "1", True):
         with pytest.raises(OptionError, match=r"clip_norm is .*: pass a number above 0, or None"):
             one.clip_norm = bad
         with pytest.raises(OptionError, match=r"clip_norm is .*: pass a number above 0, or None"):
@@ -40,5 +44,41 @@ def test_checks_return_what_is_kept() -> None:
     assert check_steps("accumulation_steps", abs) is abs
 
 
-def test_an_option_that_is_not_set_yet_is_no_attribute() -> None:
-    assert not hasattr(Holder.__new__(Holder), "clip_norm")
+@pytest.mark.parametrize("bad", [True, 0, -1, 2.0, "2"])
+def test_a_size_is_a_whole_number(bad: Any) -> None:
+    for check in (check_size, check_steps):
+        with pytest.raises(OptionError, match=r"^size is .*: pass a whole number of at least 1$"):
+            check("size", bad)
+
+
+def test_a_choice_is_one_of_these() -> None:
+    assert check_choice("rng", None, ("per_sample", None)) is None
+    with pytest.raises(OptionError, match=r"^way='both' is unknown: pass \"auto\", True or None$"):
+        check_choice("way", "both", ("auto", True, None))
+    with pytest.raises(OptionError, match=r"^on_nonfinite='pray' is unknown: pass \"skip\", \"raise\" or \"stop\"$"):
+        check_on_nonfinite("on_nonfinite", "pray")
+
+
+def test_reading_an_option_calls_nothing() -> None:
+    """Options are read for every micro-batch."""
+    holder, calls = Holder(2), []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        found = holder.clip_norm
+    finally:
+        sys.setprofile(None)
+    assert (found, vars(holder)["clip_norm"], calls) == (2, 2, [])
+
+
+def test_help_shows_what_an_option_is() -> None:
+    assert isinstance(Holder.clip_norm, Option)
+    text = pydoc.plain(pydoc.render_doc(Holder))
+    assert "clip_norm\n |      The largest norm." in text
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda holder: pickle.loads(pickle.dumps(holder))])
+def test_options_are_copied_with_their_owner(copied: Any) -> None:
+    holder = copied(Holder(2, "sum"))
+    assert (holder.clip_norm, holder.reduction) == (2, "sum")
+    with pytest.raises(OptionError, match="reduction cannot be changed"):
+        holder.reduction = "mean"

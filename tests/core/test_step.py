@@ -272,7 +272,7 @@ def test_damaged_line_is_named(tmp_path, damage):
     assert damage(second) != second
     path = tmp_path / "damaged.jsonl"
     path.write_text("\n".join([first, damage(second), third]) + "\n", encoding="utf-8")
-    with pytest.raises(StateError, match=r"line 2 of .*damaged\.jsonl is no step of a history"):
+    with pytest.raises(StateError, match=r"line 2 of .*damaged\.jsonl is not a step of a history"):
         History.load(path)
 
 

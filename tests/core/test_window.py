@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigbatch import BigBatchError, OptionError, Window, windows
-from bigbatch.core.window import cuts, shares
+from bigbatch.core.window import cuts, rank_slices
 from tests.examples import examples
 
 stable = settings(max_examples=examples(100), derandomize=True, database=None, deadline=None)
@@ -217,7 +217,7 @@ def test_cuts_of_seven(micro_batch_size, sizes):
 @stable
 @given(st.integers(1, 60), st.integers(1, 65))
 def test_shares_cover_the_batch_in_order_and_differ_by_one_at_most(batch_size, num_ranks):
-    parts = shares(batch_size, num_ranks)
+    parts = rank_slices(batch_size, num_ranks)
     assert len(parts) == num_ranks
     assert [sample for part in parts for sample in range(part.start, part.stop)] == list(range(batch_size))
     sizes = [part.stop - part.start for part in parts]

@@ -1,4 +1,4 @@
-"""What README and docs show is run as it stands there."""
+"""Runs the code blocks of README and docs, and checks their links and tables."""
 
 import re
 from collections.abc import Iterator
@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks.peers import comparison
+from tests.house import tree
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ELSEWHERE = ("tensorflow.md", "keras.md", "jax.md", "distributed.md")
@@ -18,7 +21,7 @@ ELSEWHERE = ("tensorflow.md", "keras.md", "jax.md", "distributed.md")
 def blocks() -> Iterator[Any]:
     for page in PAGES:
         if page.name in ELSEWHERE:
-            continue  # frameworks fight in one process: the tests of each framework run these
+            continue  # frameworks conflict in one process: the tests of each framework run these
         for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)):
             if not any(f"bigbatch.{other}" in code for other in ("keras", "jax", "tensorflow")):
                 yield pytest.param(code, id=f"{page.name}-{number}")
@@ -72,16 +75,28 @@ def test_the_first_screen() -> None:
     assert any(line.startswith("make test") for line in lines[:24])
 
 
+def anchors(page: Path) -> set[str]:
+    """What GitHub lets a link point to: the headings, in lower case, with dashes."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "RESULTS.md"]:
+        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
+            to = page.parent / target if target else page
+            assert to.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(to), f"{page.name}: {target}#{anchor}"
 
 
-def test_every_file_of_the_tree_is_in_the_readme() -> None:
+def test_the_list_of_files_is_complete() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert tree() in page, "docs/architecture.md lists other files: run python -m tests.house --write"
+
+
+def test_the_comparison_is_that_of_the_tables() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for file in (ROOT / "bigbatch").rglob("*.py"):
-        assert file.name == "__init__.py" or file.name in readme, file.name
+    assert comparison() in readme, "README.md compares other figures: run python -m benchmarks.peers"
 
 
 def test_tables_are_filled() -> None:
@@ -90,5 +105,5 @@ def test_tables_are_filled() -> None:
         text = page.read_text(encoding="utf-8")
         for name in re.findall(r"<!-- ([^/].*?) -->", text):
             table = text.partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0]
-            assert table.count("|") > 10, f"{page.name}: {name}"
+            assert table.count("|") > 10 or "```" in table, f"{page.name}: {name}"
             assert "with changes" not in table, f"{page.name}: {name} was measured on code that was not committed"

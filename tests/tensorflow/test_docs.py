@@ -1,4 +1,4 @@
-"""What docs/tensorflow.md shows is run as it stands there."""
+"""Runs the TensorFlow code blocks of README and docs."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     blocks = [
         code
-        for page in ("tensorflow.md", "checkpoints.md")
+        for page in ("tensorflow.md", "checkpoints.md", "../README.md")
         for code in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
         if page == "tensorflow.md" or "bigbatch.tensorflow" in code
     ]

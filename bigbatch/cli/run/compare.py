@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.step import from_json
+from ...core.text import from_json
 from ..config import Config, option
 from ..errors import NOT_EXACT
 from .display import Screen

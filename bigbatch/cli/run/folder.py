@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save
 from ...core.checkpoint.files import write_whole
 from ...core.checkpoint.store import Store
 from ...core.errors import OptionError, StateError
-from ...core.step import from_json, to_json
+from ...core.text import from_json, to_json
 from ..config import Config
 
 CONFIG, HISTORY, TIMES, SUMMARY, MODEL, REPORT = (

@@ -10,8 +10,8 @@ from ... import __version__
 from ...core.checkpoint.schedule import Every
 from ...core.checkpoint.store import Checkpoint
 from ...core.errors import BatchError, BigBatchError, Interrupted, StateError
-from ...core.step import History
-from ...core.window import shares
+from ...core.history import History
+from ...core.window import rank_slices
 from ..config import Config
 from ..engines.engine import Engine, make_engine
 from ..errors import STOPPED
@@ -181,7 +181,7 @@ class Training:
 
     def _num_micro_batches(self) -> int:
         """Of a step, of all ranks."""
-        parts = shares(self.config.batch_size, self.ranks.num)
+        parts = rank_slices(self.config.batch_size, self.ranks.num)
         return sum(-(-(part.stop - part.start) // self.config.micro_batch_size) for part in parts)
 
     def summary(self, code: int) -> dict[str, Any]:

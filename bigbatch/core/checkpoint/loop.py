@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ..errors import BigBatchError, OptionError, StateError
-from ..step import History
-from ..window import positive, stream_of, windows
+from ..history import History
+from ..options import positive
+from ..window import stream_of, windows
 from . import random
 from .schedule import Every
 from .serialize import Array, as_array

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from ...core.errors import BigBatchError
+from ...core.options import positive
 from ...core.verify.compare import Loop, audit, audit_loop
 from ...core.verify.result import Verification
 from ...core.weight import Reduction, check_reduction
-from ...core.window import positive
 from ..auxiliary import AuxSpec
 from ..batch import as_numbers, take_apart
 from ..keys import Rng

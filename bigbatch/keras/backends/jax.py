@@ -20,7 +20,7 @@ State = tuple[Any, Any, Any, Any]
 """The values of the trainable, the non-trainable, the optimizer's and the metrics' variables."""
 
 
-class JAXStep(FitStep):
+class JAXStep:
     """Stands for
 
         gradient_of = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
@@ -31,16 +31,22 @@ class JAXStep(FitStep):
     from one micro-batch to the next.
     """
 
+    def __init__(self, step: FitStep) -> None:
+        self.step = step
+        self.model = step.model
+        self.micro_batch_size = step.micro_batch_size
+        self.replaces: dict[str, Any] = {}
+
     def train_step(self, state: State, data: Any) -> Any:
         model = self.model
         trainable, non_trainable, optimizer, metrics = state
         batch: Batch = keras.utils.unpack_x_y_sample_weight(data)
         x, y, sample_weight = batch
-        self.check()
+        self.step.check()
         size = num_samples(x)
         checks.check_not_empty(size)
         checks.check_rows(batch)
-        form = self.form(tree.map_structure(spec, batch), lambda: self.look(state, batch))
+        form = self.step.form(tree.map_structure(spec, batch), lambda: self.look(state, batch))
         sums, non_trainable, value, added, leaves = self.on_devices(form, state, batch, size)
 
         y_pred = None
@@ -125,7 +131,7 @@ class JAXStep(FitStep):
         """
         model = self.model
         trainable, non_trainable, optimizer, metrics = state
-        dtype = self.dtype
+        dtype = self.step.dtype
         weights = self.count(form, state, batch, cut, axis) if form.is_counted else None
         has_added = False
 
@@ -140,7 +146,7 @@ class JAXStep(FitStep):
 
         def body(carry: Any, micro_batch: Batch, weight: Any) -> tuple[Any, list[Any]]:
             sums, non_trainable, value, sum_added = carry
-            share = jnp.asarray(num_samples(micro_batch[0]) / size, dtype)
+            share = loss.share(jnp.asarray(num_samples(micro_batch[0]), dtype), size)
             gradients, (non_trainable, micro, added, leaves) = jax.grad(gradient_of, has_aux=True)(
                 trainable, non_trainable, micro_batch, share, weight
             )
@@ -167,13 +173,13 @@ class JAXStep(FitStep):
             y_pred, _, _ = self.forward(state[0], state[1], micro_batch[0], training=False)
             found = loss.parts(self.model, micro_batch, y_pred)
             num = num_samples(micro_batch[0])
-            weights = [loss.weigh(*pair, num).astype(self.dtype) for pair in zip(found, form.kinds, strict=True)]
+            weights = [loss.weigh(*pair, num).astype(self.step.dtype) for pair in zip(found, form.kinds, strict=True)]
             return total + jnp.stack(weights), [jnp.stack(weights)]
 
-        total, found = cut.loop(body, jnp.zeros(len(form.kinds), self.dtype), batch)
+        total, found = cut.loop(body, jnp.zeros(len(form.kinds), self.step.dtype), batch)
         total = total if axis is None else jax.lax.psum(total, axis)
         weights = jnp.concatenate([stacked for (stacked,) in found])
-        return jnp.where(total == 0, 0, weights / jnp.where(total == 0, 1, total))
+        return loss.share(weights, total)
 
     def mapping(self, state: State) -> list[tuple[Any, Any]]:
         """Pairs of all variables and their values."""
@@ -194,7 +200,7 @@ class JAXStep(FitStep):
         state, _ = args
         batch = tree.map_structure(lambda leaf: leaf if leaf is None else jnp.asarray(leaf), batch)
         with jax.default_matmul_precision("highest"):  # by default a GPU rounds otherwise for another batch size
-            return self.trial(batch, taken, self.mapping(state))
+            return self.step.trial(batch, taken, self.mapping(state))
 
     def forward(self, trainable: Any, non_trainable: Any, x: Any, *, training: bool = True) -> Any:
         """The model's output, the updated non-trainable variables, and model.losses."""

@@ -1,9 +1,9 @@
-"""What the steps of all backends share."""
+"""The `train_step` that accumulate() gives to a model: what is the same on all backends."""
 
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 
@@ -13,66 +13,69 @@ from ..loss import Batch, Form, wide
 from ..verify.trial import Found, Trial, try_out
 
 
+class Backend(Protocol):
+    """What each backend adds: a step in micro-batches, and how to try the loss on the first batch."""
+
+    replaces: dict[str, Any]
+    """Further methods of the model to replace, by name."""
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One step of `fit`, called as Keras calls the `train_step` of a model on this backend."""
+
+    def peek(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The first batch in the arguments of a train_function, and the arguments to call it with after that."""
+
+    def try_out(self, batch: Batch, *args: Any, **kwargs: Any) -> Found:
+        """Tries the loss on the first batch."""
+
+
 class FitStep:
     """The `train_step` of one model.
 
-    It is set on the instance: the class stays what it is, and a saved model knows nothing of it.
+    It is set on the instance, so the class and saved models do not know about it.
+
+    Args:
+        model: The model to train.
+        micro_batch_size: The number of samples in a micro-batch.
+        backend: Makes the part that only this backend has. It calls `check`, `form`, `call`, `scale` and `trial`.
     """
 
-    replaces: tuple[str, ...] = ("train_step", "make_train_function")
-    """The methods of the model that this object's methods of the same names stand in for."""
-
-    def __init__(self, model: Any, micro_batch_size: int) -> None:
+    def __init__(self, model: Any, micro_batch_size: int, backend: Callable[["FitStep"], Backend]) -> None:
         self.model = model
         self.micro_batch_size = micro_batch_size
-        self.has_told_batch_norm = False
+        self._has_warned = False
         self._forms: dict[Any, Form] = {}
         self._compiled: Any = None
         self._found = Found()
+        self._backend = backend(self)
+        self._methods = {
+            "train_step": self.train_step, "make_train_function": self.make_train_function, **self._backend.replaces
+        }  # fmt: skip
 
     @staticmethod
     def of(model: Any) -> "FitStep | None":
-        """The step that accumulate() set on this model, if any."""
+        """The step that accumulate() has set on this model, if any."""
         step = getattr(vars(model).get("train_step"), "__self__", None)
         return step if isinstance(step, FitStep) else None
 
     def attach(self) -> None:
-        for name in self.replaces:
-            setattr(self.model, name, getattr(self, name))
+        """Replaces the methods of the model."""
+        for name, method in self._methods.items():
+            setattr(self.model, name, method)
 
     def detach(self) -> None:
-        for name in self.replaces:
+        """Gives the model its own methods back."""
+        for name in self._methods:
             delattr(self.model, name)
 
-    def check(self) -> None:
-        """What only shows when the first step begins: compile() and building may come after accumulate()."""
-        checks.check_optimizer(self.model.optimizer)
-        checks.check_layers(self.model)
-        if not self.has_told_batch_norm:
-            self.has_told_batch_norm = True
-            checks.tell_batch_norm(self.model)
+    # --- what Keras calls -------------------------------------------------------------------------------------
 
-    def call(self, x: Any, *, training: bool = True) -> Any:
-        """The model's output, as Keras's own step asks for it."""
-        return self.model(x, training=training) if self.model._call_has_training_arg else self.model(x)
-
-    def scale(self, loss: Any) -> Any:
-        """The loss as the optimizer wants it: larger with a LossScaleOptimizer."""
-        return loss if self.model.optimizer is None else self.model.optimizer.scale_loss(loss)
-
-    def form(self, specs: Any, look: Callable[[], Form]) -> Form:
-        """The form of batches of these types, which is found once for each compile()."""
-        compiled = (self.model._compile_loss, self.model._compile_metrics)
-        if self._compiled is None or any(a is not b for a, b in zip(self._compiled, compiled, strict=True)):
-            self._compiled = compiled
-            self._forms.clear()
-        key = str(specs)
-        if key not in self._forms:
-            self._forms[key] = look()
-        return self._found.applied_to(self._forms[key])
+    def train_step(self, *args: Any) -> Any:
+        """One step, as the backend makes it."""
+        return self._backend.train_step(*args)
 
     def make_train_function(self, force: bool = False) -> None:
-        """Keras's own, but for the first batch, on which the loss is tried before the step."""
+        """Keras's own, except that the loss is tried on the first batch before the first step."""
         model = self.model
         if model.train_function is not None and not force:
             return
@@ -84,27 +87,57 @@ class FitStep:
             nonlocal is_tried
             if not is_tried:
                 is_tried = True
-                data, args = self.peek(*args)
-                self._found = self.try_out(keras.utils.unpack_x_y_sample_weight(data), *args)
+                data, args = self._backend.peek(*args)
+                self._found = self._backend.try_out(keras.utils.unpack_x_y_sample_weight(data), *args)
             return function(*args)
 
         model.train_function = train_function
 
-    def peek(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The first batch in what a train_function is called with, and the same to call it with."""
-        raise NotImplementedError
+    # --- what backends call -----------------------------------------------------------------------------------
 
-    def try_out(self, batch: Batch, *args: Any) -> Found:
-        """Tries the loss on the first batch."""
-        raise NotImplementedError
+    def check(self) -> None:
+        """Checks what is only known when the first step begins: compile() and building may come after accumulate()."""
+        checks.check_optimizer(self.model.optimizer)
+        checks.check_layers(self.model)
+        if not self._has_warned:
+            self._has_warned = True
+            checks.tell_batch_norm(self.model)
+
+    def call(self, x: Any, *, training: bool = True) -> Any:
+        """The model's output, as Keras's own step asks for it."""
+        return self.model(x, training=training) if self.model._call_has_training_arg else self.model(x)
+
+    def scale(self, loss: Any) -> Any:
+        """The loss as the optimizer wants it: larger with a LossScaleOptimizer."""
+        return loss if self.model.optimizer is None else self.model.optimizer.scale_loss(loss)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in which losses and weights add up."""
+        compiled = self.model._compile_loss
+        return wide(keras.config.floatx() if compiled is None else compiled.dtype)
+
+    def form(self, specs: Any, look: Callable[[], Form]) -> Form:
+        """The form of batches of these types; `look()` finds it, once for each compile()."""
+        compiled = (self.model._compile_loss, self.model._compile_metrics)
+        if self._compiled is None or any(a is not b for a, b in zip(self._compiled, compiled, strict=True)):
+            self._compiled = compiled
+            self._forms.clear()
+        key = str(specs)
+        if key not in self._forms:
+            self._forms[key] = look()
+        return self._found.applied_to(self._forms[key])
 
     def trial(
         self, batch: Batch, cut: Any, values: Any = None, alone: Callable[[], Any] = lambda: nullcontext(1)
     ) -> Found:
-        """Tries the loss outside of what fit compiles, and leaves no trace.
+        """Tries the loss outside of what fit compiles, without leaving a trace.
 
-        `values` are pairs of variables and values, where the variables do not hold them.
-        `cut(batch, start, num)` takes rows; inside `alone()`, which gives the number of replicas, there is only one.
+        Args:
+            batch: The batch to try it on.
+            cut: `cut(batch, start, num)` returns rows of a batch.
+            values: Pairs of variables and values, if the variables do not hold their values themselves.
+            alone: Inside `alone()`, which gives the number of replicas, there is only one replica.
         """
         self.check()
         if not checks.is_even(batch):
@@ -119,12 +152,3 @@ class FitStep:
         for sentence in trial.told:
             warnings.warn(sentence, BigBatchWarning, stacklevel=2)
         return found
-
-    @property
-    def dtype(self) -> str:
-        """The dtype in which losses and weights add up."""
-        compiled = self.model._compile_loss
-        return wide(keras.config.floatx() if compiled is None else compiled.dtype)
-
-    def train_step(self, *args: Any) -> Any:
-        raise NotImplementedError

@@ -21,7 +21,7 @@ from .tensorflow_batch import as_tensor, cut, num_samples, placeholder, spec, wi
 Body = Callable[[Any, Any, Any], tuple[Any, list[Any]]]
 
 
-class TensorFlowStep(FitStep):
+class TensorFlowStep:
     """Stands for
 
         with tf.GradientTape() as tape:
@@ -31,13 +31,16 @@ class TensorFlowStep(FitStep):
     with a `tf.while_loop` over micro-batches in the place of the first two lines.
     """
 
-    def __init__(self, model: Any, micro_batch_size: int) -> None:
-        super().__init__(model, micro_batch_size)
-        self.strategy = model._distribute_strategy
+    def __init__(self, step: FitStep) -> None:
+        self.step = step
+        self.model = step.model
+        self.micro_batch_size = step.micro_batch_size
+        self.replaces: dict[str, Any] = {}
+        self.strategy = self.model._distribute_strategy
         if self.strategy is not None:
-            self.replaces += ("_maybe_symbolic_build",)
+            self.replaces["_maybe_symbolic_build"] = self._maybe_symbolic_build
             if replicas.is_multi_worker(self.strategy):
-                self.replaces += ("test_step",)
+                self.replaces["test_step"] = self.test_step
 
     def train_step(self, data: Any) -> Any:
         model = self.model
@@ -46,11 +49,11 @@ class TensorFlowStep(FitStep):
         batch = with_rows(batch, num_samples(batch[0]))
         x, y, sample_weight = batch
         specs = tree.map_structure(spec, batch)
-        form = self.form(specs, lambda: self.look(specs))
-        self.check()
+        form = self.step.form(specs, lambda: self.look(specs))
+        self.step.check()
         checks.check_replicas(replicas.num_replicas(), form.has_own_loss)
         size = num_samples(x)
-        total = replicas.add_up(tf.cast(size, self.dtype))
+        total = replicas.add_up(tf.cast(size, self.step.dtype))
         gradients, value, added, leaves = self.accumulate(form, batch, size, total)
 
         y_pred = None
@@ -61,7 +64,7 @@ class TensorFlowStep(FitStep):
                 whole = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
             value = whole if form.has_own_loss or form.is_vector else value
         # with several replicas, value is this one's part of the loss of all: the tracker adds up value * samples
-        part = tf.math.divide_no_nan(total, tf.cast(size, total.dtype)) if replicas.num_replicas() > 1 else 1
+        part = loss.share(total, tf.cast(size, total.dtype)) if replicas.num_replicas() > 1 else 1
         model._loss_tracker.update_state(value * tf.cast(part, value.dtype), sample_weight=size)
         if weights := model.trainable_weights:
             gradients = replicas.add_up(gradients)
@@ -82,12 +85,12 @@ class TensorFlowStep(FitStep):
             nonlocal has_added
             sums, value, added = carry
             micro_batch = cut(batch, start, num)
-            share = tf.cast(num, total.dtype) / total
+            share = loss.share(tf.cast(num, total.dtype), total)
             shares = None if shares_at is None else shares_at(start)
             with tf.GradientTape() as tape:
-                y_pred = self.call(micro_batch[0])
+                y_pred = self.step.call(micro_batch[0])
                 micro, extra = loss.micro_loss(model, form, micro_batch, y_pred, model.losses, share, shares)
-                scaled = self.scale(micro)
+                scaled = self.step.scale(micro)
             gradients = tape.gradient(scaled, weights)
             for i, gradient in enumerate(gradients):
                 has_gradient[i] |= gradient is not None
@@ -116,14 +119,14 @@ class TensorFlowStep(FitStep):
 
         def body(start: Any, num: Any, total: Any) -> tuple[Any, list[Any]]:
             micro_batch = cut(batch, start, num)
-            found = loss.parts(self.model, micro_batch, self.call(micro_batch[0], training=False))
-            weights = [tf.cast(loss.weigh(*pair, num), self.dtype) for pair in zip(found, form.kinds, strict=True)]
+            found = loss.parts(self.model, micro_batch, self.step.call(micro_batch[0], training=False))
+            weights = [tf.cast(loss.weigh(*pair, num), self.step.dtype) for pair in zip(found, form.kinds, strict=True)]
             return total + tf.stack(weights), [tf.repeat(tf.stack(weights)[None], num, axis=0)]
 
         num_parts = len(form.kinds)
-        specs = [tf.TensorSpec((None, num_parts), self.dtype)]
-        total, (weights,) = self.loop(body, tf.zeros(num_parts, self.dtype), size, specs)
-        shares = tf.math.divide_no_nan(weights, replicas.add_up(total))
+        specs = [tf.TensorSpec((None, num_parts), self.step.dtype)]
+        total, (weights,) = self.loop(body, tf.zeros(num_parts, self.step.dtype), size, specs)
+        shares = loss.share(weights, replicas.add_up(total))
         return lambda start: tf.unstack(shares[tf.minimum(start, size - 1)], num_parts)  # XLA looks beyond the end
 
     def loop(self, body: Body, carry: Any, size: Any, specs: list[Any]) -> tuple[Any, list[Any]]:
@@ -162,7 +165,7 @@ class TensorFlowStep(FitStep):
         with tf.__internal__.FuncGraph("bigbatch_form").as_default():
             batch: Batch = tree.map_structure(placeholder, specs)
             x, y, sample_weight = batch
-            y_pred = self.call(x)
+            y_pred = self.step.call(x)
             self.model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
             return loss.look(self.model, batch, y_pred)
 
@@ -187,10 +190,10 @@ class TensorFlowStep(FitStep):
         specs = tree.map_structure(spec, batch)
         if not checks.is_even(batch):
             return Found()
-        self.form(specs, lambda: self.look(specs))  # builds what is not built
+        self.step.form(specs, lambda: self.look(specs))  # builds what is not built
         found: list[Found] = []
         with full_precision():
-            strategy.run(lambda: found.append(self.trial(batch, cut, alone=replicas.alone)))
+            strategy.run(lambda: found.append(self.step.trial(batch, cut, alone=replicas.alone)))
         return found[0]
 
     # --- instead of methods of Keras 3.15 that fail under a strategy ------------------------------------------

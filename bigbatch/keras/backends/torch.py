@@ -17,7 +17,7 @@ from ..verify.trial import Found
 from .step import FitStep
 
 
-class TorchStep(FitStep):
+class TorchStep:
     """Stands for
 
         model.zero_grad()
@@ -27,11 +27,17 @@ class TorchStep(FitStep):
     with a loop over micro-batches in the place of the second line.
     """
 
+    def __init__(self, step: FitStep) -> None:
+        self.step = step
+        self.model = step.model
+        self.micro_batch_size = step.micro_batch_size
+        self.replaces: dict[str, Any] = {}
+
     def train_step(self, data: Any) -> Any:
         model = self.model
         batch: Batch = keras.utils.unpack_x_y_sample_weight(data)
         x, y, sample_weight = batch
-        self.check()
+        self.step.check()
         size = num_samples(x)
         checks.check_not_empty(size)
         checks.check_rows(batch)
@@ -60,15 +66,15 @@ class TorchStep(FitStep):
         where = cuts(size, self.micro_batch_size)
         for k, rows in enumerate(where):
             micro_batch = cut(batch, rows)
-            y_pred = self.call(micro_batch[0])
+            y_pred = self.step.call(micro_batch[0])
             losses = model.losses  # before counting, which calls the model again
             if k == 0:
-                form = self.form(tree.map_structure(spec, batch), lambda: self.look(micro_batch, y_pred))  # noqa: B023
+                form = self.step.form(tree.map_structure(spec, batch), lambda: self.look(micro_batch, y_pred))  # noqa: B023
                 shares = self.count(form, batch, where) if form.is_counted else [None] * len(where)
-            share = keras.ops.convert_to_tensor((rows.stop - rows.start) / size, self.dtype)
+            share = keras.ops.convert_to_tensor((rows.stop - rows.start) / size, self.step.dtype)
             micro, extra = loss.micro_loss(model, form, micro_batch, y_pred, losses, share, shares[k])
             if model.trainable_weights:
-                self.scale(micro).backward()
+                self.step.scale(micro).backward()
                 part([v.value for v in model.trainable_weights])
             self.widen()
             value = value + micro.detach()
@@ -89,12 +95,12 @@ class TorchStep(FitStep):
         with torch.no_grad():
             for rows in where:
                 micro_batch = tree.map_structure(copied, cut(batch, rows))  # a model may write into its input
-                parts = loss.parts(self.model, micro_batch, self.call(micro_batch[0], training=False))
+                parts = loss.parts(self.model, micro_batch, self.step.call(micro_batch[0], training=False))
                 num = rows.stop - rows.start
                 found.append(torch.stack([loss.weigh(*pair, num) for pair in zip(parts, form.kinds, strict=True)]))
-        weights = torch.stack(found).to(getattr(torch, self.dtype))
+        weights = torch.stack(found).to(getattr(torch, self.step.dtype))
         total = weights.sum(0)
-        return torch.where(total == 0, 0, weights / torch.where(total == 0, 1, total))
+        return loss.share(weights, total)
 
     def look(self, batch: Batch, y_pred: Any) -> Form:
         """The form of a batch, from the output for a micro-batch."""
@@ -110,7 +116,7 @@ class TorchStep(FitStep):
         try:
             self.model.eval()
             with torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
-                return self.trial(
+                return self.step.trial(
                     batch,
                     lambda batch, start, num: tree.map_structure(copied, cut(batch, slice(start, start + num))),
                 )

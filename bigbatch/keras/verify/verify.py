@@ -10,8 +10,8 @@ import keras
 import numpy as np
 
 from ...core.errors import BigBatchWarning, LossError, OptionError
+from ...core.options import positive
 from ...core.verify.result import Verification, judge, relative_error
-from ...core.window import positive
 from .. import checks
 from ..accumulate import accumulate
 from ..backends.step import FitStep

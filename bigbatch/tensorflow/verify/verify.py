@@ -4,10 +4,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from ...core.options import positive
 from ...core.verify.compare import audit
 from ...core.verify.result import Verification
 from ...core.weight import Reduction
-from ...core.window import positive
 from .. import batch as nest
 from ..accumulator import Loss, Weight
 from ..distributed import replicas

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: every rank has the whole model; gradients are reduced once a window, by DDP itself."""
+"""DistributedDataParallel: every rank has the whole model, and DDP itself reduces gradients, once a window."""
 
 import functools
 import weakref
@@ -13,24 +13,29 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...core.errors import GradientError, LossError, OptionError, OrderError
 from ...core.weight import Terms
+from .. import internals
 from ..gradient_buffer import Collection
 from ..gradients import Gradients
 from .other_models import Others
 from .ranks import Shared, check_group
 from .totals import Agreed, Agreement, Share
 
-NOT_ALL_USED = (
+_NOT_ALL_USED = (
     "DistributedDataParallel cannot reduce the gradients of a window that used only some of the parameters: "
     "make it with find_unused_parameters=True"
 )
 
 
 class DataParallel(Shared):
-    """All passes but one are inside of `no_sync`.
+    """Runs every pass but the last of a window inside of `no_sync`.
 
-    The one is the last of the window, so that DDP reduces one bucket while the backward pass works on the next. A rank
-    without a last pass (it has no data, or its window was fed one micro-batch at a time) makes a pass that adds
-    nothing: all ranks then reduce the same buckets in the same order.
+        with model.no_sync():
+            for micro_batch in window[:-1]:
+                backward(micro_batch)
+        backward(window[-1])    # DDP reduces one bucket while the backward pass works on the next
+
+    A rank without a last pass, because it has no data or feeds micro-batches one at a time, makes a pass that adds
+    zero, so that all ranks reduce the same buckets in the same order.
     """
 
     def __init__(self, model: DistributedDataParallel, gradients: Gradients, group: dist.ProcessGroup | None) -> None:
@@ -42,13 +47,13 @@ class DataParallel(Shared):
             for name, p in model.module.named_parameters()
             if p.requires_grad and name not in model.parameters_to_ignore
         }
-        self._sparse = sparse_parameters(model)
+        self._sparse = _sparse_parameters(model)
         self._used: list[Tensor] = []
-        """A parameter that had a gradient in the window before."""
+        """A parameter that had a gradient in the last window."""
         self._others = Others(model)
         self._is_overlapping = False
         self._is_waiting = False
-        """Whether DDP would reduce in the next backward pass."""
+        """Whether DDP will reduce in the next backward pass, whosever it is."""
         self._has_failed = False
         self._has_forgotten = False
         self._check_model(gradients)
@@ -65,7 +70,7 @@ class DataParallel(Shared):
                 "DistributedDataParallel with static_graph=True stops reducing gradients once micro-batches are "
                 "accumulated (pytorch#143580): make it without static_graph"
             )
-        num_made_with = self._model._get_ddp_logging_data().get("num_parameter_tensors", len(self._reduced))
+        num_made_with = internals.ddp_num_parameters(self._model, len(self._reduced))
         if num_made_with != len(self._reduced):
             raise OptionError(
                 f"DistributedDataParallel was made when {num_made_with} parameters were trainable, now "
@@ -82,30 +87,28 @@ class DataParallel(Shared):
         super().check(gradients, weights)
         if not self._model.require_backward_grad_sync:
             raise OrderError("the step is inside of model.no_sync(), so nothing would be reduced: leave it out")
-        if self._model._join_config.enable:
+        if internals.ddp_is_joining(self._model):
             raise OrderError("the step is inside of model.join(): leave it out and call flush() after the last batch")
 
     # --- what DDP may still be waiting for ---------------------------------------------------------------
 
     def _note_pass(self) -> None:
-        """After DDP's forward pass: the next backward pass, whosever it is, will reduce."""
+        """Called after DDP's forward pass, which makes the next backward pass reduce."""
         self._is_waiting |= self._model.require_backward_grad_sync and torch.is_grad_enabled()
-        self._model.require_forward_param_sync = False  # buffers travel once a window, with the gradients
+        self._model.require_forward_param_sync = False  # buffers are broadcast once a window
 
     def _forget(self) -> None:
-        """Of a pass that never had its backward pass, or of a window that failed: DDP would reduce micro-batches."""
+        """Resets DDP after a pass without a backward pass, or a window that failed: it would reduce a micro-batch."""
         if self._is_waiting or self._has_failed:
             self._reset()
             self._has_forgotten = True
 
     def _reset(self) -> None:
-        self._model.reducer._reset_state()
-        if (used := self._model.reducer._get_local_used_map()) is not None:
-            used.zero_()
+        internals.ddp_reset(self._model)
         self._is_waiting = self._has_failed = False
 
     def agree(self, share: Share) -> Agreed:
-        """What one rank has forgotten, all do: its buckets are made anew, which takes all of them."""
+        """If one rank has reset DDP, all do: its buckets are rebuilt, in which all ranks take part."""
         self._forget()
         agreed = super().agree(share._replace(is_unfinished=self._has_forgotten))
 
@@ -131,11 +134,11 @@ class DataParallel(Shared):
     def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool = True) -> bool:
         is_last = number == num_own - 1 and self._is_overlapping and is_whole
         if is_last:
-            agreed()  # what it forgets must be forgotten before the pass that reduces
+            agreed()  # if DDP is to be reset, then before the pass that reduces
         return is_last
 
     def see_loss(self, *, is_low: bool) -> None:
-        """One in low precision cannot be the one that reduces: its weight would come too late."""
+        """A loss in low precision gets its weight after the backward pass, so that pass must not reduce."""
         if is_low and self._is_waiting:
             raise LossError(
                 "the loss of this window's last micro-batch is in low precision but that of those before is not: "
@@ -156,11 +159,11 @@ class DataParallel(Shared):
             self._finish()
 
     def _finish(self) -> None:
-        """After the pass that reduces. DDP rebuilds its buckets before its next pass, which one rank may make alone."""
+        """After the pass that reduces."""
         try:
-            self._model.reducer._rebuild_buckets()
+            internals.ddp_rebuild_buckets(self._model)
         except RuntimeError as error:
-            raise GradientError(NOT_ALL_USED) from error
+            raise GradientError(_NOT_ALL_USED) from error
         self._is_reduced, self._is_waiting = True, False
 
     def complete(self, collection: Collection, *, is_whole: bool = True) -> None:
@@ -173,23 +176,23 @@ class DataParallel(Shared):
         held = [p for p in collection.parameters if p in self._reduced]
         used = [p for p in held if p.grad is not None]
         parameters: list[Tensor] = [p for p in self._model.parameters() if p in self._reduced]
-        if self._model.find_unused_parameters:  # what has no gradient on any rank keeps none
+        if self._model.find_unused_parameters:  # a parameter without a gradient on any rank keeps none
             parameters = used or self._used or parameters[-1:]
         elif is_whole and used and len(used) < len(held):
-            raise GradientError(NOT_ALL_USED)
+            raise GradientError(_NOT_ALL_USED)
         module = self._model.module
-        self._model.module = AddsNothing(parameters, self._sparse, dict(module.named_buffers()))
+        self._model.module = _AddsNothing(parameters, self._sparse, dict(module.named_buffers()))
         self._model.require_forward_param_sync = True
         try:
             with torch.enable_grad():
-                self._model(None).backward()  # with device_ids, DDP wants something to bring to the device
+                self._model(None).backward()  # with device_ids, DDP wants an argument to move
         finally:
             self._model.module = module
         self._finish()
 
 
-class AddsNothing(nn.Module):
-    """Uses the parameters and adds zero to their gradients. Its buffers are the model's, which DDP broadcasts."""
+class _AddsNothing(nn.Module):
+    """Uses the parameters and adds zero to their gradients. DDP broadcasts its buffers, which are the model's."""
 
     def __init__(self, parameters: list[Tensor], sparse: set[Tensor], buffers: dict[str, Tensor]) -> None:
         super().__init__()
@@ -201,7 +204,7 @@ class AddsNothing(nn.Module):
         yield from self._of_model.items()
 
     def forward(self, _: None) -> Tensor:
-        # The last layer first, as in a real backward pass: DDP fills its buckets in the order that it sees
+        # The last layer first, as in a real backward pass: DDP fills its buckets in the order that it observes
         zero: Tensor = _Nothing.apply(self._sparse, *reversed(self._used))
         return zero
 
@@ -214,10 +217,10 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
-        return None, *(nothing(p, is_sparse=p in ctx.sparse) for p in ctx.parameters)
+        return None, *(_zero(p, is_sparse=p in ctx.sparse) for p in ctx.parameters)
 
 
-def nothing(parameter: Tensor, *, is_sparse: bool) -> Tensor:
+def _zero(parameter: Tensor, *, is_sparse: bool) -> Tensor:
     """A gradient of zero that takes no memory."""
     if is_sparse:
         indices = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
@@ -226,6 +229,6 @@ def nothing(parameter: Tensor, *, is_sparse: bool) -> Tensor:
     return parameter.new_zeros(()).expand(parameter.shape)
 
 
-def sparse_parameters(model: nn.Module) -> set[Tensor]:
-    """Those whose gradients DDP expects to be sparse."""
+def _sparse_parameters(model: nn.Module) -> set[Tensor]:
+    """The parameters whose gradients DDP expects to be sparse."""
     return {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}

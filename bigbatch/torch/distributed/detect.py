@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ...core.errors import BigBatchWarning, OptionError
+from .. import internals
 from ..gradients import Gradients
 from .ranks import Reduce, Replicas
 
-REMEDY = {
+_REMEDY = {
     "DistributedDataParallel": "is a part of the model: wrap the whole model in it",
     "FullyShardedDataParallel": "is the first FSDP, which torch has replaced: call fully_shard(model) instead",
     "FSDPModule": "is a part of the model: call fully_shard on the whole model too",
@@ -21,10 +22,10 @@ REMEDY = {
 
 
 def replicas_of(model: nn.Module, gradients: Gradients, group: dist.ProcessGroup | None, reduce: Reduce) -> Replicas:
-    """How the model's ranks work together; refuses what no gradient of the whole batch could come of."""
+    """How this model's ranks work together. Raises OptionError if they could not give the whole batch's gradient."""
     if reduce not in get_args(Reduce):
         raise OptionError(f'reduce={reduce!r} is unknown: pass "window" or "micro_batch"')
-    inner: Any = getattr(model, "_orig_mod", model)  # behind torch.compile's wrapper
+    inner = internals.uncompiled(model)
     own_kinds = {kind.__name__ for kind in type(inner).__mro__}
     if "DistributedDataParallel" in own_kinds:
         from .ddp import DataParallel
@@ -34,8 +35,8 @@ def replicas_of(model: nn.Module, gradients: Gradients, group: dist.ProcessGroup
         from .fsdp import Sharded
 
         return Sharded(inner, gradients, group, reduce)
-    if kinds := [kind for kind in REMEDY if kind in kinds_in(model)]:
-        raise OptionError(f"{kinds[0]} {REMEDY[kinds[0]]}")
+    if kinds := [kind for kind in _REMEDY if kind in _kinds_in(model)]:
+        raise OptionError(f"{kinds[0]} {_REMEDY[kinds[0]]}")
     if group is not None:
         raise OptionError(
             f"group has {dist.get_world_size(group)} ranks but the model is a plain {type(model).__name__}: wrap it in "
@@ -51,7 +52,7 @@ def replicas_of(model: nn.Module, gradients: Gradients, group: dist.ProcessGroup
     return Replicas()
 
 
-def kinds_in(model: nn.Module) -> set[str]:
-    """The names of the classes of its modules and parameters, and of what those are made from."""
+def _kinds_in(model: nn.Module) -> set[str]:
+    """The names of all classes of its modules and parameters, base classes included."""
     parts: list[Any] = [*model.modules(), *model.parameters()]
     return {kind.__name__ for part in parts for kind in type(part).__mro__}

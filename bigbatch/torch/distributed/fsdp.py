@@ -1,4 +1,4 @@
-"""fully_shard (FSDP2): every rank has a part of each parameter; gradients are reduced once a window, or each time."""
+"""fully_shard (FSDP2): every rank has a part of each parameter; gradients are reduced once a window or in each pass."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from ...core.errors import LossError, OptionError, OrderError, StateError, WeightError
 from ...core.weight import Terms
 from .. import batch as nest
+from .. import internals
 from ..gradient_buffer import Collection
 from ..gradients import Gradients
 from ..precision import LOW
@@ -25,29 +25,29 @@ from .ranks import Reduce, Shared, check_group
 from .shards import local
 from .totals import Agreed, Agreement, Share
 
-REMEDY = (
+_REMEDY = (
     "keep parameters in float32 and pass fully_shard "
     "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
 )
 
 
 class Sharded(Shared):
-    """Gradients are reduced in every pass, which leaves this rank's part of them, or once in the last.
+    """Reduces gradients in every pass, which leaves this rank's part of them, or once, in the last.
 
     Until that last pass, whole gradients stay inside of the model.
 
-    Parameters are gathered in every pass, so all ranks make equally many: a rank that has fewer micro-batches goes
-    through the model again with something that counts zero.
+    Parameters are gathered in every pass, so all ranks make equally many passes: a rank that has fewer micro-batches
+    runs a spare one that counts zero.
     """
 
     is_sharded = True
 
     def __init__(self, model: nn.Module, gradients: Gradients, group: dist.ProcessGroup | None, reduce: Reduce) -> None:
         self._model: Any = model
-        self._groups = list(param_groups(model))
+        self._groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in internals.fsdp_groups(m)]
         first = self._groups[0]
         mesh = first.mesh_info.mesh
-        own = mesh.get_group() if mesh.ndim == 1 else _group_of(mesh)
+        own = _group_of(mesh)
         check_group(group, own)
         super().__init__(model, own, first.device)
         self.holds_gradients = reduce == "window"
@@ -65,18 +65,18 @@ class Sharded(Shared):
                 f"{len(plain)} of {len(trained)} parameters ({gradients.name(plain[0])} first) are not sharded, so "
                 "nobody would reduce their gradients: call fully_shard on the whole model too"
             )
-        kept = [dtype_of_sums(g, is_whole=self.holds_gradients) for g in self._groups]
+        kept = [_dtype_of_sums(g, is_whole=self.holds_gradients) for g in self._groups]
         if low := [dtype for dtype in kept if dtype in LOW]:
             where = "inside of the model" if self.holds_gradients else "of its shards"
             raise OptionError(
                 f"{len(low)} of {len(self._groups)} groups of parameters would add up gradients {where} in {low[0]}, "
-                f"which loses low bits: {REMEDY}"
+                f"which loses low bits: {_REMEDY}"
             )
         if wide := [p for p in trained if gradients.is_widened(p)]:
             raise OptionError(
                 f"{len(wide)} of {len(trained)} parameters are {wide[0].dtype}, which fully_shard keeps for their "
                 f"gradients, but these are to add up in {gradients.wide_dtype(wide[0])}: leave accumulate_dtype out, "
-                f"and {REMEDY}"
+                f"and {_REMEDY}"
             )
 
     def check(self, gradients: Gradients, weights: Sequence[Terms] = ()) -> None:
@@ -97,7 +97,7 @@ class Sharded(Shared):
     # --- passes ------------------------------------------------------------------------------------------
 
     def begin(self, micro_batches: Sequence[Any], agreed: Agreed) -> None:
-        """Sees that every rank has something to go through the model with."""
+        """Makes sure that every rank has a micro-batch that it can run the model on."""
         agreed()  # the first pass gathers parameters, in which all ranks take part
         super().begin(micro_batches, agreed)
         if self.spare is None and micro_batches:
@@ -110,7 +110,7 @@ class Sharded(Shared):
             self._have_spare |= with_data
 
     def _hand_out(self, source: int) -> None:
-        """One rank's micro-batch goes to all, so that those who never had data have one."""
+        """Sends one rank's micro-batch to all, for those that never had data."""
         found = [nest.map_tensors(lambda tensor: tensor.cpu(), self.spare)]
         dist.broadcast_object_list(found, dist.get_global_rank(self.group, source), self._host_group)
         if self.spare is None:
@@ -129,7 +129,7 @@ class Sharded(Shared):
             with self._others.kept_local():
                 yield
         finally:
-            self._set(is_last=True)  # as the user's own passes want it
+            self._set(is_last=True)  # for passes that the user makes
         self._is_reduced |= is_last
 
     def _set(self, *, is_last: bool) -> None:
@@ -145,29 +145,13 @@ class Sharded(Shared):
 
     def complete(self, collection: Collection, *, is_whole: bool = True) -> None:
         if self.holds_gradients and not self._is_reduced:
-            self._model._get_fsdp_state()._root_post_backward_final_callback()
+            internals.fsdp_reduce(self._model)
             self._is_reduced = True
 
     def drop(self) -> None:
-        self._reset()
+        internals.fsdp_reset(self._model, self._groups)
         for group in self._groups:
-            for p in group.fsdp_params:
-                p.unsharded_accumulated_grad = None
-                if hasattr(p, "_unsharded_param"):
-                    p._unsharded_param.grad = None
-
-    def _reset(self) -> None:
-        if hasattr(self._model, "reset_iter_state"):  # from torch 2.12 on
-            self._model.reset_iter_state()
-            return
-        context = self._model._get_fsdp_state()._state_ctx
-        context.post_backward_final_callback_queued = False
-        context.iter_forward_root = None
-        for state in context.all_states:
-            state._training_state = TrainingState.IDLE
-        for group in self._groups:
-            group._training_state = TrainingState.IDLE
-        self._model.reshard()
+            internals.fsdp_drop_gradients(group)
 
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:
@@ -183,7 +167,10 @@ class Sharded(Shared):
         return self.telling()
 
     def meet(self, weight: Terms) -> Terms:
-        """Every rank needs the others in its pass, and the same measure for weights, since sums cannot be rescaled."""
+        """Waits for the other ranks, which all take part in a pass; returns the reference for weights.
+
+        All ranks need the same reference, since sums inside of the model cannot be rescaled.
+        """
         if len(weight) > 1 and self.holds_gradients:
             raise OptionError(
                 f'a loss of {len(weight)} terms cannot be fed one micro-batch at a time with reduce="window", which '
@@ -223,30 +210,21 @@ class Sharded(Shared):
     # --- one gradient in parts ---------------------------------------------------------------------------
 
     def agree_on_overflow(self, scaler: GradScaler | None, optimizer: torch.optim.Optimizer) -> None:
-        """Each rank has looked at its own part of the gradient."""
+        """Each rank has looked at its own part of the gradient: an overflow on one is one on all."""
         if scaler is not None:
-            for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            for found in internals.found_inf(scaler, optimizer):
                 dist.all_reduce(local(found), dist.ReduceOp.MAX, group=self.group)
 
 
-def param_groups(model: nn.Module) -> Iterator[Any]:
-    """What fully_shard gathers and reduces together, layer by layer."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # several from torch 2.12 on
-            yield from [state._fsdp_param_group] if groups is None and state._fsdp_param_group else groups or []
-
-
-def dtype_of_sums(group: Any, *, is_whole: bool) -> torch.dtype:
-    """In which dtype whole gradients are added up inside of the model, or a rank's parts of them outside."""
+def _dtype_of_sums(group: Any, *, is_whole: bool) -> torch.dtype:
+    """The dtype in which whole gradients are added up inside of the model, or a rank's parts of them outside."""
     own: torch.dtype = group.fsdp_params[0].sharded_param.dtype
     policy = group.mp_policy
     return policy.reduce_dtype or policy.param_dtype or own if is_whole else own
 
 
 def _group_of(mesh: Any) -> Any:
-    """All ranks of a mesh of several dimensions."""
-    if math.prod(mesh.shape) == dist.get_world_size():
+    """All ranks of a device mesh."""
+    if mesh.ndim > 1 and math.prod(mesh.shape) == dist.get_world_size():
         return dist.group.WORLD
-    return mesh._flatten().get_group()
+    return (internals.flattened(mesh) if mesh.ndim > 1 else mesh).get_group()

@@ -1,4 +1,4 @@
-"""Tensors of which this rank has a part: torch's DTensor, which is imported only where there is one."""
+"""Tensors of which this rank has a part: torch's DTensor, which is imported only if there is one."""
 
 import math
 from typing import Any
@@ -13,13 +13,13 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Any) -> Tensor:
-    """What this rank has of it."""
+    """The part of a tensor that this rank has."""
     part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return part
 
 
 def like(whole: Any, part: Tensor) -> Tensor:
-    """The opposite of `local`: a part of something that is sharded as `whole` is."""
+    """The opposite of `local`: makes a part into a tensor that is sharded like `whole`."""
     if not is_sharded(whole):
         return part
     from torch.distributed.tensor import DTensor
@@ -30,7 +30,7 @@ def like(whole: Any, part: Tensor) -> Tensor:
 
 
 def norm_over_ranks(gradients: list[Tensor]) -> float:
-    """Of gradients of which each rank has a part; the same on all of them."""
+    """The norm of gradients of which each rank has a part; all ranks get the same number."""
 
     def of(parts: list[Tensor]) -> float:
         total: Any = torch.nn.utils.get_total_norm(parts)

@@ -1,7 +1,6 @@
 """What a foreign loop does with its optimizers: the gradients at each step, which the loop may zero afterwards."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from ...core.verify.diagnosis import Array
 
 
 class Steps:
-    """The steps of optimizers that hold some of these parameters."""
+    """Watches, inside a `with` block, the steps of all optimizers that hold some of these parameters."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._own = set(parameters)
@@ -21,7 +20,14 @@ class Steps:
         self.gradients: dict[Tensor, Array] = {}
         """As they were at the first step that used them."""
 
-    def saw(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def __enter__(self) -> "Steps":
+        self._handle = register_optimizer_step_pre_hook(self._see)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._handle.remove()
+
+    def _see(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"] if p in self._own]
         self._num_elsewhere += not held
         for p in held:
@@ -30,6 +36,7 @@ class Steps:
                 self.gradients.setdefault(p, as_array(p.grad))
 
     def causes(self, num_micro_batches: int) -> list[str]:
+        """What is wrong with these steps, in sentences."""
         found = []
         num = max(self._num.values(), default=0)
         if num > 1:
@@ -45,17 +52,8 @@ class Steps:
         return found
 
 
-@contextmanager
-def steps_watched(parameters: Sequence[Tensor]) -> Iterator[Steps]:
-    steps = Steps(parameters)
-    handle = register_optimizer_step_pre_hook(steps.saw)
-    try:
-        yield steps
-    finally:
-        handle.remove()
-
-
 def as_array(gradient: Tensor) -> Array:
+    """A copy on the host."""
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     found: Array = dense.detach().cpu().numpy().copy()
     return found

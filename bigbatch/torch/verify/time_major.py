@@ -13,17 +13,19 @@ from torch.nn.utils.rnn import PackedSequence
 from ...core.errors import BatchError, BigBatchWarning
 from ...core.window import cuts
 from .. import batch as nest
+from ..internals import is_compiled, own_buffers
+from ..random import random_state_kept
 
-RECURRENT_OR_ATTENTION = (nn.RNNBase, nn.MultiheadAttention, nn.Transformer)
+_RECURRENT_OR_ATTENTION = (nn.RNNBase, nn.MultiheadAttention, nn.Transformer)
 
 
-class Call(NamedTuple):
+class _Call(NamedTuple):
     """The input of a layer whose leading axis is time."""
 
     layer: str
     num_steps: int
     num_samples: int | None
-    """None if the input has no axis of samples: the layer takes it for one sequence."""
+    """None if the input has no axis of samples: the layer treats it as one sequence."""
 
     def arrives(self) -> str:
         what = "one sequence" if self.num_samples is None else f"{self.num_samples} samples"
@@ -39,11 +41,11 @@ class Call(NamedTuple):
 
 
 @contextmanager
-def time_major_calls(model: nn.Module) -> Iterator[list[Call]]:
-    """Inside, notes what every layer that has its leading axis for time is called with."""
-    calls: list[Call] = []
+def _time_major_calls(model: nn.Module) -> Iterator[list[_Call]]:
+    """Collects, inside the block, the calls of layers whose leading axis is time."""
+    calls: list[_Call] = []
     handles = [
-        module.register_forward_pre_hook(_noting(calls, name or "the model", module), with_kwargs=True)
+        module.register_forward_pre_hook(_recorder(calls, name or "the model", module), with_kwargs=True)
         for name, module in _layers(model)
     ]
     try:
@@ -54,9 +56,9 @@ def time_major_calls(model: nn.Module) -> Iterator[list[Call]]:
 
 
 def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Those with `batch_first`, as torch's recurrent layers and attention have it, and layers that follow them."""
+    """All layers with `batch_first`: torch's recurrent layers and attention, and others that follow their example."""
     modules = list(model.named_modules())
-    if any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for _, m in modules):
+    if any(is_compiled(module) for _, module in modules):
         return []  # torch.compile would trace the hooks and compile the model twice
     return [
         (name, module)
@@ -65,48 +67,51 @@ def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _noting(calls: list[Call], name: str, layer: Any) -> Callable[..., None]:
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _recorder(calls: list[_Call], name: str, layer: Any) -> Callable[..., None]:
+    def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor | PackedSequence)), None)
-        if isinstance(x, PackedSequence):  # its axis of samples is the one it was packed along, whatever batch_first is
+        if isinstance(x, PackedSequence):  # packed along its samples, whatever batch_first is
             num_steps, num_samples = len(x.batch_sizes), int(x.batch_sizes[0])
-            calls.append(Call(f"{name} ({type(layer).__name__}, packed)", num_steps, num_samples))
+            calls.append(_Call(f"{name} ({type(layer).__name__}, packed)", num_steps, num_samples))
             return
         if x is None or x.is_nested or torch.compiler.is_compiling():
             return
-        if x.ndim == 2 and isinstance(layer, RECURRENT_OR_ATTENTION):
+        if x.ndim == 2 and isinstance(layer, _RECURRENT_OR_ATTENTION):
             calls.append(
-                Call(f"{name} ({type(layer).__name__}, which takes 2 axes for time and features)", len(x), None)
+                _Call(f"{name} ({type(layer).__name__}, which takes 2 axes for time and features)", len(x), None)
             )
         elif x.ndim > 2 and not layer.batch_first:
-            calls.append(Call(f"{name} ({type(layer).__name__} with batch_first=False)", x.size(0), x.size(1)))
+            calls.append(_Call(f"{name} ({type(layer).__name__} with batch_first=False)", x.size(0), x.size(1)))
 
-    return note
+    return record
 
 
 def cut_along_time(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any) -> str | None:
-    """Says so in a sentence if cutting a batch into micro-batches like this one cuts along time; else None.
-
-    `run(micro_batch)` computes the loss with this model; its result is not used. It runs twice, with two numbers of
-    rows: the batch is cut along time if the axis of time of some layer has that many steps both times. A batch whose
-    samples come first, transposed in forward, changes the axis of samples instead. So:
+    """A sentence if cutting a batch into micro-batches like this one cuts it along time; else None.
 
         sentence = cut_along_time(lambda rows: loss(model, rows), model, micro_batches[0])
 
-    Gradients are off meanwhile; buffers and torch's random state are left as they were.
+    The loss is computed twice, with two numbers of rows. If the time axis of some layer has that many steps both times,
+    the batch is cut along time. A batch whose samples come first, transposed in forward, changes the sample axis
+    instead. This runs without gradients, and leaves buffers and random state as they were.
+
+    Args:
+        run: Computes the loss of a micro-batch with this model; the result is not used.
+        model: The model whose layers are watched.
+        micro_batch: One micro-batch.
     """
     whole, other = nest.map_tensors(lambda tensor: tensor, micro_batch), _resized(micro_batch)
-    with time_major_calls(model) as calls:
+    with _time_major_calls(model) as calls:
         _run_aside(run, model, whole)
     found = _confirmed(calls, run, model, micro_batch, other)
     return None if found is None else _sentence(found, micro_batch)
 
 
 def cut_along_axis_1(batch: Any, micro_batch_size: int) -> list[Any] | None:
-    """Micro-batches of so many columns, for a trial: are these the samples? None if the batch has no such axis.
+    """The batch cut along its second axis, to try whether that is the axis of samples; None if it has no such axis.
 
-    For a time-major model without any layer that would show it. If accumulating these micro-batches, each weighted by
-    its number of columns, gives the gradient of the batch, and accumulating its rows does not, then it is time-major.
+    This is for time-major models without a layer that shows it. If accumulating these micro-batches gives the gradient
+    of the batch, and accumulating its rows does not, the batch is time-major.
     """
     sizes = {tensor.size(1) for tensor in nest.tensors(batch) if tensor.ndim > 1}
     if len(sizes) != 1 or (size := sizes.pop()) < 2:
@@ -117,21 +122,21 @@ def cut_along_axis_1(batch: Any, micro_batch_size: int) -> list[Any] | None:
     ]
 
 
-def _sentence(call: Call, micro_batch: Any) -> str:
+def _sentence(call: _Call, micro_batch: Any) -> str:
     rows = nest.batch_size(micro_batch)
     return f"the batch is cut along time: a micro-batch of {rows} rows {call.arrives()}; {call.remedy()}"
 
 
 def _confirmed(
-    calls: list[Call], run: Callable[[Any], Any], model: nn.Module, micro_batch: Any, other: Any
-) -> Call | None:
-    """The call whose number of time steps is the number of rows, and still is with another number of rows."""
+    calls: list[_Call], run: Callable[[Any], Any], model: nn.Module, micro_batch: Any, other: Any
+) -> _Call | None:
+    """The call whose number of time steps is the number of rows, with another number of rows too."""
     num_rows = nest.batch_size(micro_batch)
     suspects = [call for call in calls if call.num_steps == num_rows]
     if not suspects or other is None:
         return _by_its_shape(suspects, micro_batch)
     num_other_rows = nest.batch_size(other)
-    with time_major_calls(model) as calls:
+    with _time_major_calls(model) as calls:
         try:
             _run_aside(run, model, other)
         except Exception:  # BatchNorm, say, may refuse a single row
@@ -140,8 +145,8 @@ def _confirmed(
     return next((call for call in suspects if call in confirmed), None)
 
 
-def _by_its_shape(suspects: list[Call], micro_batch: Any) -> Call | None:
-    """The call that has both axes of a tensor of the micro-batch, if the second cannot be the samples."""
+def _by_its_shape(suspects: list[_Call], micro_batch: Any) -> _Call | None:
+    """The call with both axes of a tensor of the micro-batch, if its sample axis cannot come from the rows."""
     rows = nest.batch_size(micro_batch)
     seconds = {tensor.size(1) for tensor in _dense(micro_batch) if tensor.ndim > 1} - {1}
     fitting = [call for call in suspects if call.num_steps == rows and call.num_samples in seconds]
@@ -149,7 +154,7 @@ def _by_its_shape(suspects: list[Call], micro_batch: Any) -> Call | None:
 
 
 def _resized(micro_batch: Any) -> Any:
-    """The same without its last row, or two of it if there is only one; None if its tensors cannot be cut."""
+    """The micro-batch without its last row, or with its only row twice; None if its tensors cannot be cut."""
     size = nest.batch_size(micro_batch)
     if len(_dense(micro_batch)) < len(nest.tensors(micro_batch)):
         return None
@@ -159,13 +164,12 @@ def _resized(micro_batch: Any) -> Any:
 
 
 def _run_aside(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any) -> None:
-    """With copies of the buffers: a backward pass may still need the originals as they are."""
-    held = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    """Runs with copies of the buffers: a backward pass may still need the originals as they are."""
+    held = [(own, dict(own)) for own in map(own_buffers, model.modules()) if own]
     try:
         for own, buffers in held:
             own.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
+        with random_state_kept(model), torch.no_grad():
             run(nest.map_tensors(Tensor.clone, micro_batch))  # a loss may write into it
     finally:
         for own, buffers in held:
@@ -173,21 +177,23 @@ def _run_aside(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any) ->
 
 
 class TimeAxis:
-    """Looks at the first pass of the first window that has several micro-batches.
+    """Watches the first pass of the first window that has several micro-batches, to find batches cut along time.
 
-    A batch that was cut along time is refused before anything has changed. A window of micro-batches was not cut, but
-    where they count by their leading axis, a warning says that this is time.
+        axis.begin(micro_batches, …)        # once a window
+        loss = axis.watched(loss)           # once a micro-batch; the same loss except for the first one
 
-    axis.begin(micro_batches, …)        # once a window
-    loss = axis.watched(loss)           # once a micro-batch; the loss itself but for the first
+    If the batch was cut along time, BatchError is raised before anything has changed. A `Window` of micro-batches was
+    not cut; if these are weighted by their leading axis, and that is time, there is a warning.
+
+    Args:
+        model: The model whose layers are watched.
+        can_run_twice: False if several ranks train the model, since a pass may wait for the other ranks.
     """
 
     def __init__(self, model: nn.Module, *, can_run_twice: bool) -> None:
         self._model = model
         self._can_run_twice = can_run_twice
-        """Not where several ranks train the model: a pass may wait for the other ranks."""
         self._has_looked = False
-        """Once is enough."""
         self._is_watching = False
         self._is_cut = True
 
@@ -196,12 +202,12 @@ class TimeAxis:
         return bool(_layers(self._model))
 
     def begin(self, micro_batches: Sequence[Any], *, is_cut: bool, is_counted: bool) -> None:
-        """`is_counted` if the weight of a micro-batch is the size of its leading axis."""
+        """Before a window. `is_counted`: whether the weight of a micro-batch is the size of its leading axis."""
         self._is_watching = False
         if self._has_looked or len(micro_batches) < 2 or not (is_cut or is_counted) or not self._has_layers:
             return
         self._is_cut = is_cut
-        self._is_watching = is_cut or len(set(map(_shapes, micro_batches))) > 1  # else their weights are equal anyway
+        self._is_watching = is_cut or len(set(map(_shapes, micro_batches))) > 1  # else their weights are equal
 
     def watched(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         if not self._is_watching:
@@ -209,23 +215,23 @@ class TimeAxis:
         self._is_watching, self._has_looked = False, True
 
         def watched(model: nn.Module, micro_batch: Any) -> Any:
-            other = _resized(micro_batch)  # before the loss takes something out of it
+            other = _resized(micro_batch)  # before the loss changes it
             whole = nest.map_tensors(lambda tensor: tensor, micro_batch)
-            with time_major_calls(self._model) as calls:
+            with _time_major_calls(self._model) as calls:
                 found = loss(model, micro_batch)
             if self._can_run_twice:
                 call = _confirmed(calls, lambda rows: loss(model, rows), self._model, whole, other)
             else:
                 call = _by_its_shape(calls, whole)
             if call is not None:
-                self._tell(call, whole)
+                self._report(call, whole)
             return found
 
         return watched
 
-    def _tell(self, call: Call, micro_batch: Any) -> None:
+    def _report(self, call: _Call, micro_batch: Any) -> None:
         if self._is_cut:
-            self._has_looked = False  # the next batch is refused too
+            self._has_looked = False  # so that the next batch is refused too
             raise BatchError(_sentence(call, micro_batch))
         warnings.warn(
             f"micro-batches count by their leading axis, which is time: one of {nest.batch_size(micro_batch)} rows "

@@ -1,6 +1,5 @@
 """A copy of the user's model, a batch, and the ways to take its gradient."""
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -9,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...core.errors import BigBatchWarning, OptionError
+from ...core.errors import BigBatchWarning
 from ...core.verify.compare import Gradient, Loop, Rows
 from ...core.verify.diagnosis import Array
 from ...core.weight import Reduction, Terms, as_terms, shares, totals
@@ -19,18 +17,19 @@ from ...core.window import Window, cuts
 from .. import batch as nest
 from .. import hooks
 from ..accumulator import Accumulator
-from ..capture.replay import Recording, Replay
 from ..checks import batch_norms, check_loss
 from ..gradient_buffer import leaves_of
+from ..internals import BatchNorm, Dropout
 from ..passes import Loss
+from ..random import RandomState, cuda_devices_of
 from ..weight import Weight, weigh
-from .drawn import Drawn
-from .foreign import Steps, as_array, steps_watched
+from .draws import Recording, Replay
+from .foreign import Steps, as_array
 from .time_major import cut_along_axis_1, cut_along_time
 
 
 class Trial:
-    """As core/audit.py wants it. Dropout is compared with the same masks wherever they can be cut like the batch."""
+    """The `Trial` of core/verify for torch. Dropout uses the same masks on both sides, if they can be cut."""
 
     def __init__(
         self,
@@ -50,13 +49,13 @@ class Trial:
         self.reduction: Reduction = reduction
         self.batch_size = nest.batch_size(batch)
         self.micro_batch_size = micro_batch_size
-        nest.cut(batch, micro_batch_size)  # refuses what cannot be cut
+        nest.cut(batch, micro_batch_size)  # raises if it cannot be cut
         self.parts = [range(part.start, part.stop) for part in cuts(self.batch_size, micro_batch_size)]
         self.parameters = list(model.parameters())
         self.epsilon = max(torch.finfo(p.dtype).eps for p in self.parameters)
         self._is_training = is_training
         self._value_of = {t: t.detach().clone() for t in (*self.parameters, *model.buffers())}
-        self._random = Drawn(model)
+        self._random = RandomState(cuda_devices_of(model))
         self._replay: Replay | None = None
         self._others: list[str] = []
         self._about: list[str] = []
@@ -79,19 +78,21 @@ class Trial:
         with Recording() as recording:
             gradient = self._gradient_of(self._rows(range(self.batch_size)))
         self._changed = [n for n, t in self.model.named_buffers() if not torch.equal(t, self._value_of[t])]
-        self._others = self._random.moved()
+        self._others = self._random.drawn()
         self._replay = Replay(recording.draws, self.batch_size) if recording.draws else None
-        self._notes = [about_other_randomness(self._others)] if self._others else []
+        self._notes = [_about_other_randomness(self._others)] if self._others else []
         return gradient
 
     def accumulated(self) -> Gradient:
         self._reset()
         micro_batches = [self._rows(part) for part in self.parts]
         rows_of = {id(m): part for m, part in zip(micro_batches, self.parts, strict=True)}
+        weight_of = {id(m): weight for m, weight in zip(micro_batches, self._weights, strict=True)}
+        weight = None if self.weight is None else lambda m: weight_of[id(m)]  # it may change its micro-batch too
         replay = self._replay
 
         def loss(model: nn.Module, micro_batch: Any) -> Any:
-            rows = rows_of.get(id(micro_batch))  # None where the accumulator tries something out
+            rows = rows_of.get(id(micro_batch))  # None if the accumulator tries something out
             if rows is not None:
                 self._random.restore()
             if replay is not None:
@@ -101,30 +102,22 @@ class Trial:
         seen: dict[str, Array] = {}
         optimizer = torch.optim.SGD(self.parameters, lr=0.0)
         optimizer.register_step_pre_hook(lambda *_: seen.update(self._taken()))
-        weight = self._weight_of(rows_of)
         with replay or nullcontext(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", BigBatchWarning)  # what there is to say will be a cause
+            warnings.simplefilter("ignore", BigBatchWarning)  # reported as causes instead
             accumulator = Accumulator(self.model, optimizer, loss, weight=weight, reduction=self.reduction)
             is_applied = accumulator.step(Window(micro_batches)).is_applied
         if replay is not None:
-            self._notes = [about_randomness(self.model, replay.is_faithful), *self._notes]
-        if not is_applied:  # not finite, so it was kept from the optimizer
+            self._notes = [_about_randomness(self.model, replay.is_faithful), *self._notes]
+        if not is_applied:  # not finite
             return {name: np.full(tuple(p.shape), np.nan) for name, p in self.model.named_parameters()}
         return seen
-
-    def _weight_of(self, rows_of: dict[int, range]) -> Weight | None:
-        """What was weighed already, as `weight` may take something out of its micro-batch too."""
-        if self.weight is None:
-            return None
-        known = {part.start: weight for part, weight in zip(self.parts, self._weights, strict=True)}
-        return lambda micro_batch: known[rows_of[id(micro_batch)].start]
 
     def of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
         with self.without_hooks():
             if self._replay is not None:
                 self._replay.start(rows)
             gradient = self._gradient_of(self._rows(rows), term, self._replay)
-        if not np.isfinite(self._last):  # torch's cross entropy of no label is 0/0 with a gradient of 0 (2.13)
+        if not np.isfinite(self._last):  # cross entropy without labels is 0/0, its gradient 0 (torch 2.13)
             gradient = {name: np.full_like(g, np.nan) for name, g in gradient.items()}
         return gradient, self._last
 
@@ -134,14 +127,14 @@ class Trial:
         found = []
         for _ in range(2):
             self._restore()
-            with steps_watched(self.parameters) as steps:
+            with Steps(self.parameters) as steps:
                 loop(self.model, [self._rows(self.parts[k]) for k in order])
             found.append(self._left(steps))
         first, again = found
         return first, again
 
     def _left(self, steps: Steps) -> dict[str, Array]:
-        """What a loop left: gradients, or an optimizer's step with them, or other parameters than before."""
+        """What a loop left: gradients, or a step of an optimizer with them, or changed parameters."""
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         found = self._taken() if not steps.gradients else {names[p]: g for p, g in steps.gradients.items()}
         self._loop_notes, self._loop_causes = [], steps.causes(len(self.parts))
@@ -176,7 +169,7 @@ class Trial:
         return [*self._about, *self._notes, *self._loop_notes]
 
     def blind_spots(self) -> list[str]:
-        hidden = [name for name, m in self.model.named_modules() if is_dropout(m) or isinstance(m, _BatchNorm)]
+        hidden = [name for name, m in self.model.named_modules() if isinstance(m, Dropout | BatchNorm)]
         if self._is_training or not hidden:
             return []
         return [
@@ -195,14 +188,14 @@ class Trial:
     def cut_elsewhere(self, is_mean: Callable[[Any, Any, Any], bool]) -> str | None:
         with self.without_hooks():
             self._reset()
-            with suppress(Exception):  # a loss may refuse what is only tried out
+            with suppress(Exception):  # the loss may refuse such a batch
                 found = cut_along_time(lambda rows: self.loss(self.model, rows), self.model, self._rows(self.parts[0]))
                 if found:
                     return found
             whole = self._gradient_of(self._rows(range(self.batch_size)))
-            for sentence, halves in other_cuts(self.batch):
+            for sentence, halves in _other_cuts(self.batch):
                 with suppress(Exception):
-                    first, second = (self._gradient_of(nest.map_tensors(fresh, half)) for half in halves)
+                    first, second = (self._gradient_of(nest.map_tensors(_fresh, half)) for half in halves)
                     if is_mean(whole, first, second):
                         return sentence
         return None
@@ -232,17 +225,17 @@ class Trial:
     @contextmanager
     def quiet(self) -> Iterator[None]:
         notes = self._notes
-        with in_eval(list(self.model.modules())):
+        with _in_eval(list(self.model.modules())):
             yield
         self._notes = notes
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:
-        """All but BatchNorm goes into eval mode: dropout hides in attention and recurrent layers too."""
+        """Puts all but BatchNorm into eval mode: attention and recurrent layers have dropout too."""
         if self._replay is None:
             yield
             return
-        with in_eval([m for m in self.model.modules() if not isinstance(m, _BatchNorm)]):
+        with _in_eval([m for m in self.model.modules() if not isinstance(m, BatchNorm)]):
             self.full()
             self._about = ["dropout was switched off for the comparison, since a foreign loop draws masks of its own"]
             if self._replay is not None:
@@ -252,7 +245,7 @@ class Trial:
     # --- one pass --------------------------------------------------------------------------------------------
 
     def _rows(self, rows: Rows) -> Any:
-        """These samples, as tensors of their own, since a loss may change them or take them out."""
+        """A copy of these samples, since a loss may change them or remove them from the batch."""
 
         def taken(tensor: Tensor) -> Tensor:
             if not tensor.ndim:
@@ -261,11 +254,11 @@ class Trial:
                 return tensor.narrow(0, rows.start, len(rows))
             return tensor.index_select(0, torch.as_tensor(list(rows), device=tensor.device))
 
-        return nest.map_tensors(lambda t: fresh(taken(t), requires_grad=t.requires_grad), self.batch)
+        return nest.map_tensors(lambda t: _fresh(taken(t), requires_grad=t.requires_grad), self.batch)
 
     def _gradient_of(self, batch: Any, term: int | None = None, replay: Replay | None = None) -> Gradient:
         self._reset()
-        with replay or nullcontext():  # in the backward pass too: what is checkpointed draws there
+        with replay or nullcontext():  # around the backward pass too: activation checkpointing draws there
             terms = as_terms(self.loss(self.model, batch))
             check_loss(terms, self._num_terms)
             total = torch.stack([t.reshape(()) for t in terms]).sum() if term is None else terms[term].reshape(())
@@ -276,14 +269,14 @@ class Trial:
         return self._taken()
 
     def _keep_foreign(self, loss: Tensor) -> None:
-        """Remembers the gradients of what the loss brought along: parameters of its own, or of another model."""
+        """Remembers the gradients of parameters that are not the model's: the loss's own, or another model's."""
         own = set(self.parameters)
         for leaf in leaves_of(loss):
             if leaf not in own and leaf not in self._foreign:
                 self._foreign[leaf] = leaf.grad
 
     def give_back(self) -> None:
-        """The gradients of what is not ours as they were."""
+        """Restores the gradients of parameters that are not the model's."""
         for leaf, gradient in self._foreign.items():
             leaf.grad = gradient
 
@@ -295,20 +288,20 @@ class Trial:
         self.model.zero_grad(set_to_none=True)
 
     def _restore(self) -> None:
-        """Parameters, buffers and random numbers as they were: running statistics move with every pass."""
+        """Restores parameters, buffers and random state: running statistics change in every pass."""
         with torch.no_grad():
             for tensor, value in self._value_of.items():
                 tensor.copy_(value)
         self._random.restore()
 
 
-def fresh(tensor: Tensor, requires_grad: bool | None = None) -> Tensor:
-    """A copy that is a leaf."""
+def _fresh(tensor: Tensor, requires_grad: bool | None = None) -> Tensor:
+    """A copy that is a leaf of the graph."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad if requires_grad is None else requires_grad)
 
 
-def other_cuts(batch: Any) -> Iterator[tuple[str, list[Any]]]:
-    """The batch in two halves along what may be the axis of its samples, and what that would mean."""
+def _other_cuts(batch: Any) -> Iterator[tuple[str, list[Any]]]:
+    """Other axes that may be those of the samples: what that would mean, and the batch in two halves along it."""
     columns = cut_along_axis_1(batch, 1)
     if columns is not None and (halves := cut_along_axis_1(batch, -(-len(columns) // 2))) is not None:
         yield (
@@ -327,15 +320,15 @@ def other_cuts(batch: Any) -> Iterator[tuple[str, list[Any]]]:
         )
 
 
-def about_other_randomness(sources: list[str]) -> str:
+def _about_other_randomness(sources: list[str]) -> str:
     return (
         f"random numbers ({' and '.join(sources)}) are drawn by the model or the loss, and cannot be cut like the "
         "batch: each micro-batch was compared with the same state of the generator; in training each draws its own"
     )
 
 
-def about_randomness(model: nn.Module, is_faithful: bool) -> str:
-    names = [name for name, module in model.named_modules() if is_dropout(module) and module.training]
+def _about_randomness(model: nn.Module, is_faithful: bool) -> str:
+    names = [name for name, module in model.named_modules() if isinstance(module, Dropout) and module.training]
     where = f"dropout ({', '.join(names)})" if names else "dropout or other random numbers"
     if is_faithful:
         return (
@@ -345,12 +338,8 @@ def about_randomness(model: nn.Module, is_faithful: bool) -> str:
     return f"{where}: the draws could not be cut like the batch, so the masks differ; compare in eval mode"
 
 
-def is_dropout(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.dropout._DropoutNd)
-
-
 @contextmanager
-def in_eval(modules: list[nn.Module]) -> Iterator[None]:
+def _in_eval(modules: list[nn.Module]) -> Iterator[None]:
     before = [module.training for module in modules]
     for module in modules:
         module.training = False
@@ -359,46 +348,3 @@ def in_eval(modules: list[nn.Module]) -> Iterator[None]:
     finally:
         for module, training in zip(modules, before, strict=True):
             module.training = training
-
-
-def copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper: compile nothing for a check
-    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model  # this rank's own
-    try:
-        twin = copy.deepcopy(model)
-    except (RuntimeError, TypeError) as error:
-        raise OptionError(f"the model cannot be copied, which verify() needs: {error}") from error
-    for tensor in [*twin.parameters(), *twin.buffers()]:
-        tensor.data = cast_to(tensor.data, dtype)
-    for own, (name, parameter) in zip(twin.parameters(), model.named_parameters(), strict=True):
-        hooks.refuse_multi_grad(parameter, name)
-        carry_hooks(parameter, own)
-    return twin
-
-
-def carry_hooks(parameter: Tensor, twin: Tensor) -> None:
-    """A copy of a parameter has lost its hooks (torch 2.13)."""
-
-    def in_its_dtype(hook: Any) -> Any:
-        def run(gradient: Tensor) -> Any:
-            found = hook(gradient)
-            return found.to(gradient.dtype) if isinstance(found, Tensor) else found
-
-        return run
-
-    for hook in list((hooks.BEFORE(parameter) or {}).values()):
-        twin.register_hook(in_its_dtype(hook))
-    for hook in list((hooks.AFTER(parameter) or {}).values()):
-        twin.register_post_accumulate_grad_hook(hook)
-
-
-def cast_to(batch: Any, dtype: torch.dtype) -> Any:
-    """A copy, as precise as that."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        wanted = dtype if tensor.is_floating_point() else tensor.dtype
-        if tensor.is_complex():
-            wanted = torch.promote_types(dtype, torch.complex64)
-        return tensor.detach().to(wanted, copy=True).requires_grad_(tensor.requires_grad)
-
-    return nest.map_tensors(cast, batch)

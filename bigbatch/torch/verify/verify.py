@@ -1,24 +1,25 @@
-"""Full batch against accumulation, on the user's own model."""
+"""Full batch against accumulation, on a copy of the user's own model."""
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ...core.errors import BigBatchError
+from ...core.errors import BigBatchError, OptionError
+from ...core.options import positive
 from ...core.verify.compare import Loop, audit, audit_loop
 from ...core.verify.result import Verification
 from ...core.weight import Reduction
-from ...core.window import positive
+from .. import batch as nest
+from .. import hooks
+from ..internals import HOOKS_AFTER, HOOKS_BEFORE, uncompiled
 from ..passes import Loss
+from ..random import random_state_kept
 from ..transfer import Transfer
 from ..weight import Weight
-from .trial import Trial, cast_to, copied
+from .trial import Trial
 
 
 def verify(
@@ -35,24 +36,37 @@ def verify(
 ) -> Verification:
     """Compares the gradient of the full batch with the accumulated one, and says why where they differ.
 
-        full = grad(loss(model, batch))
-        accumulated = what Accumulator(model, …, micro_batch_size=…) hands to the optimizer
-        error = |accumulated - full| / |full|     for each parameter
+        loss(model, batch).backward()
+        full = [p.grad for p in model.parameters()]
+        accumulated = …                                  # what Accumulator(model, …).step(batch) gives the optimizer
+        error = |accumulated - full| / |full|            # for each parameter
 
-    Everything happens on a copy of the model in float64; the model, its buffers and the random state are left
-    as they were. If the model or the loss cannot compute in float64, the comparison is made in float32, and the causes
-    say so; `dtype` asks for one of them. The tolerance is 1e-9 in float64, and follows from the size of the sums in
-    float32, unless it is given.
+    Everything happens on a copy of the model; the model, its buffers and all random state are left as they were.
 
-    With `step=f` it is somebody else's loop that is audited: `f(model, micro_batches)` leaves its gradients on the
-    model it is given, or ends with a step of an optimizer that it makes for that model.
+    Args:
+        model: The model. In training mode, BatchNorm and dropout are part of the comparison.
+        batch: A batch that fits into memory as a whole: a tensor or a nest of tensors.
+        loss: `loss(model, micro_batch)` returns the mean over the micro-batch; a tuple for several terms.
+        micro_batch_size: The number of samples in a micro-batch.
+        weight: `weight(micro_batch)` returns the number of samples or tokens that the loss is a mean over. Samples if
+            it is left out.
+        reduction: "mean", or "sum" if the loss adds up.
+        step: A loop of your own to check instead of the accumulator. `step(model, micro_batches)` leaves its gradients
+            on the model it is given, or ends with a step of an optimizer that it makes for that model.
+        tolerance: The largest relative error that counts as exact: 1e-9 in float64 if it is left out; in float32 it
+            follows from the number of samples and micro-batches.
+        dtype: torch.float64 or torch.float32. If it is left out, float64, or float32 if the model or the loss cannot
+            compute in float64; the causes say so then.
+
+    Returns:
+        The verdict, true if it is exact. Printed, it is a table with the causes in sentences below.
     """
     micro_batch_size = positive("micro_batch_size", micro_batch_size)
 
     def compared(dtype: torch.dtype) -> Verification:
-        with _random_state_kept(model):
-            twin = copied(model, dtype)
-            own = Transfer(list(twin.parameters())).brought(cast_to(batch, dtype))
+        with random_state_kept(model):
+            twin = _copied(model, dtype)
+            own = Transfer(list(twin.parameters())).brought(_cast_to(batch, dtype))
             trial = Trial(twin, own, loss, micro_batch_size, weight, reduction, is_training=model.training)
             try:
                 found = audit_loop(trial, step, tolerance) if step else audit(trial, tolerance)
@@ -68,8 +82,8 @@ def verify(
         if dtype is not None:
             if "dtype" in str(error) or "scalar type" in str(error):
                 error.add_note(
-                    f"bigbatch: verify() compares on a copy of the model in {dtype}; if the loss brings tensors of "
-                    "another dtype along, leave dtype out, or pass dtype=torch.float32"
+                    f"bigbatch: verify() compares on a copy of the model in {dtype}; if the loss uses tensors of "
+                    "another dtype, leave dtype out, or pass dtype=torch.float32"
                 )
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -77,17 +91,48 @@ def verify(
         try:
             found = compared(torch.float32)
         except Exception:
-            raise error from None  # it is not for want of float64
+            raise error from None  # float64 is not the reason
     return replace(found, causes=(note, *found.causes))
 
 
-@contextmanager
-def _random_state_kept(model: nn.Module) -> Iterator[None]:
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    python, numpy = random.getstate(), np.random.get_state()
+def _copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    model = uncompiled(model)  # compile nothing for a check
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model  # this rank's own
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        twin = copy.deepcopy(model)
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(f"the model cannot be copied, which verify() needs: {error}") from error
+    for tensor in [*twin.parameters(), *twin.buffers()]:
+        tensor.data = _cast_to(tensor.data, dtype)
+    for own, (name, parameter) in zip(twin.parameters(), model.named_parameters(), strict=True):
+        hooks.refuse_multi_grad(parameter, name)
+        _copy_hooks(parameter, own)
+    return twin
+
+
+def _copy_hooks(parameter: Tensor, twin: Tensor) -> None:
+    """`deepcopy` leaves the hooks of parameters behind (torch 2.13)."""
+
+    def in_its_dtype(hook: Any) -> Any:
+        def run(gradient: Tensor) -> Any:
+            found = hook(gradient)
+            return found.to(gradient.dtype) if isinstance(found, Tensor) else found
+
+        return run
+
+    for hook in list((HOOKS_BEFORE(parameter) or {}).values()):
+        twin.register_hook(in_its_dtype(hook))
+    for hook in list((HOOKS_AFTER(parameter) or {}).values()):
+        twin.register_post_accumulate_grad_hook(hook)
+
+
+def _cast_to(batch: Any, dtype: torch.dtype) -> Any:
+    """A copy of a nest, with floating point numbers in this dtype."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        if tensor.is_complex():
+            wanted = torch.promote_types(dtype, torch.complex64)
+        return tensor.detach().to(wanted, copy=True).requires_grad_(tensor.requires_grad)
+
+    return nest.map_tensors(cast, batch)

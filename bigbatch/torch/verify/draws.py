@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-DROPOUT = torch.ops.aten.native_dropout.default
-MULTINOMIAL = torch.ops.aten.multinomial.default
+from ..internals import TorchDispatchMode
+
+_DROPOUT = torch.ops.aten.native_dropout.default
+_MULTINOMIAL = torch.ops.aten.multinomial.default
 
 
 class Recording(TorchDispatchMode):
-    """Remembers every random draw made inside, in order."""
+    """Records every random draw made inside, in order; None for one that cannot be cut like the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,17 +21,18 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if is_random(func, args, kwargs or {}):
-            drawn = out[1] if func is DROPOUT else out
-            self.draws.append(drawn.clone() if func is DROPOUT or is_whole(func, args, out) else None)
+        if _is_random(func, args, kwargs or {}):
+            drawn = out[1] if func is _DROPOUT else out
+            self.draws.append(drawn.clone() if func is _DROPOUT or _is_all(func, args, out) else None)
         return out
 
 
 class Replay(TorchDispatchMode):
-    """Hands out, for a part of the batch, that part of what was drawn for the whole.
+    """Replaces the draws for a part of the batch by that part of what was drawn for the whole.
 
-    `is_faithful` is false once a draw had no counterpart: a kind of draw that cannot be cut, or a number of
-    draws that depends on the data.
+    Args:
+        draws: What `Recording` recorded for the whole batch.
+        batch_size: The number of samples in the whole batch.
     """
 
     def __init__(self, draws: list[Tensor | None], batch_size: int) -> None:
@@ -40,17 +42,18 @@ class Replay(TorchDispatchMode):
         self._rows: Sequence[int] | None = range(batch_size)
         self._next = 0
         self.is_faithful = True
+        """False once a draw could not be replaced: it cannot be cut, or the number of draws depends on the data."""
 
     def start(self, rows: Sequence[int] | None) -> None:
-        """From here on the draws are for these samples of the batch; None if they are no concern of this."""
+        """From here on the draws are for these samples of the batch; None to leave draws alone."""
         self._rows = rows
         self._next = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self._rows is None or not is_random(func, args, kwargs or {}):
+        if self._rows is None or not _is_random(func, args, kwargs or {}):
             return out
-        fresh = out[1] if func is DROPOUT else out
+        fresh = out[1] if func is _DROPOUT else out
         drawn = self._draws[self._next] if self._next < len(self._draws) else None
         self._next += 1
         mine = part_of(drawn, fresh, self._rows, self._batch_size)
@@ -58,21 +61,21 @@ class Replay(TorchDispatchMode):
             self.is_faithful = False
             return out
         fresh.copy_(mine)
-        if func is DROPOUT:
+        if func is _DROPOUT:
             source, probability = args[0], args[1]
             return source * fresh / (1 - probability) if probability < 1 else out[0], fresh
         return out
 
 
 def part_of(drawn: Tensor | None, fresh: Any, rows: Sequence[int], batch_size: int) -> Tensor | None:
-    """What was drawn for these samples: along the one axis that scales with their number."""
+    """What was drawn for these samples: a part of `drawn` along the one axis that scales with their number."""
     if drawn is None or not isinstance(fresh, Tensor) or drawn.ndim != fresh.ndim:
         return None
     differing = [axis for axis in range(drawn.ndim) if drawn.shape[axis] != fresh.shape[axis]]
     if not differing:
         if len(rows) != batch_size or not drawn.ndim or drawn.shape[0] % batch_size:
-            return drawn  # nothing to do with the batch
-        differing = [0]  # all samples, in another order perhaps
+            return drawn  # does not depend on the batch
+        differing = [0]  # all samples, perhaps in another order
     axis = differing[0]
     each = drawn.shape[axis] // batch_size  # an axis may hold batch times heads, batch times tokens
     if len(differing) > 1 or each * batch_size != drawn.shape[axis] or each * len(rows) != fresh.shape[axis]:
@@ -82,8 +85,8 @@ def part_of(drawn: Tensor | None, fresh: Any, rows: Sequence[int], batch_size: i
     return found
 
 
-def is_random(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the call draws anything: dropout of zero, in attention say, does not."""
+def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the call draws anything. Dropout of zero, in attention say, does not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for number, argument in enumerate(func._schema.arguments):
@@ -93,12 +96,12 @@ def is_random(func: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def is_whole(func: Any, args: Any, out: Any) -> bool:
-    """Whether the output is all that a draw leaves: not where noise is written into an argument on the side.
+def _is_all(func: Any, args: Any, out: Any) -> bool:
+    """Whether the output holds all that was drawn and can be cut like the batch.
 
-    A part of a permutation is not one for a part of the batch, nor is a part of what was picked from all samples.
+    Not where noise is written into another argument; and not a permutation, or samples picked from the whole batch.
     """
-    if func.overloadpacket is torch.ops.aten.randperm or (func is MULTINOMIAL and args[0].ndim == 1):
+    if func.overloadpacket is torch.ops.aten.randperm or (func is _MULTINOMIAL and args[0].ndim == 1):
         return False
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
     return isinstance(out, Tensor) and writes == (func._schema.returns[0].alias_info is not None)

@@ -1,0 +1,171 @@
+"""`History`: the steps of a training run, epoch by epoch."""
+
+import inspect
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .checkpoint.files import write_whole
+from .errors import MissingExtraError, StateError
+from .step import Step
+from .text import from_json, to_json
+from .weight import as_terms, check_weight, share
+
+_FIELDS = frozenset(inspect.signature(Step).parameters)
+
+
+class History:
+    """The steps of a training run, epoch by epoch.
+
+        history = History()
+        for epoch in range(3):
+            for batch in loader:
+                history.append(accumulator.step(batch))
+            history.end_epoch()
+        history.losses  # three numbers
+
+    `len(history)` is the number of steps, and iterating over a history gives them in order.
+
+    Attributes:
+        steps: All steps, in order.
+        losses: The mean loss of each epoch, over all its samples (or tokens).
+    """
+
+    def __init__(self) -> None:
+        self._epochs: list[list[Step]] = [[]]
+        self._lines: list[str] = []
+        """The JSON lines of steps that can no longer change."""
+
+    def append(self, step: Step) -> None:
+        """Adds a step to the current epoch."""
+        self._epochs[-1].append(step)
+
+    def end_epoch(self) -> None:
+        """Ends the current epoch: steps appended from now on belong to the next one."""
+        self._epochs.append([])
+
+    @property
+    def steps(self) -> list[Step]:
+        """All steps, in order."""
+        return [step for epoch in self._epochs for step in epoch]
+
+    @property
+    def losses(self) -> list[float]:
+        """The mean loss of each epoch, over all its samples (or tokens)."""
+        return [_epoch_loss(epoch) for epoch in self._epochs if epoch]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._epochs))
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes one JSON line per step. If writing fails, a file that was there before is unchanged.
+
+        Args:
+            path: The file to write. It is replaced if it exists.
+        """
+        write_whole(path, self.to_lines())
+
+    def to_lines(self) -> bytes:
+        """One JSON line per step. Lines are kept, so that saving after each step does not encode all of them again."""
+        new = [json.dumps(to_json(record), allow_nan=False) + "\n" for record in self._records(len(self._lines))]
+        text = "".join([*self._lines, *new]).encode()
+        self._lines += new[:-1]  # the last step may still become the last of its epoch
+        return text
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "History":
+        """Reads a file that `save` wrote; raises StateError if it is something else.
+
+        Args:
+            path: The file to read.
+        """
+        return cls.from_lines(Path(path).read_bytes(), path)
+
+    @classmethod
+    def from_lines(cls, content: bytes, path: str | os.PathLike[str]) -> "History":
+        """Reads what `to_lines` returned; raises StateError if it is something else.
+
+        Args:
+            content: The JSON lines.
+            path: What error messages call them.
+        """
+        history = cls()
+        try:
+            lines = content.decode().splitlines()
+        except UnicodeDecodeError as error:
+            raise StateError(f"{path} is not a history, because it is not text: {error}") from error
+        for number, line in enumerate(lines, 1):
+            try:
+                history._append_record(from_json(json.loads(line)))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise StateError(f"line {number} of {path} is not a step of a history: {error}") from error
+        return history
+
+    def become(self, other: "History") -> None:
+        """Replaces all steps and epochs by those of another history."""
+        self._epochs, self._lines = other._epochs, other._lines
+
+    def _records(self, first: int) -> Iterator[dict[str, Any]]:
+        """What is written about each step, from the step with this number on."""
+        before = 0
+        for epoch, steps in enumerate(self._epochs):
+            for place in range(max(0, first - before), len(steps)):
+                ends_epoch = place == len(steps) - 1 and epoch < len(self._epochs) - 1
+                yield {"step": before + place, "epoch": epoch, "ends_epoch": ends_epoch, **steps[place].as_dict()}
+            before += len(steps)
+
+    def _append_record(self, record: dict[str, Any]) -> None:
+        del record["step"], record["loss"]
+        epoch, ends_epoch = record.pop("epoch"), record.pop("ends_epoch")
+        if epoch < len(self._epochs) - 1:
+            raise ValueError(f"epoch {epoch} comes after epoch {len(self._epochs) - 1}")
+        record["terms"] = tuple(map(float, record["terms"]))
+        if isinstance(record["weight"], list):
+            record["weight"] = tuple(record["weight"])
+        check_weight(as_terms(record["weight"]), of="the step")
+        step = Step(**{name: value for name, value in record.items() if name in _FIELDS})  # a line may have more
+        while len(self._epochs) <= epoch:
+            self.end_epoch()
+        self.append(step)
+        if ends_epoch:
+            self.end_epoch()
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draws the loss of each step and the mean of each epoch. Returns the matplotlib figure.
+
+        Args:
+            path: Where to save the picture; None to save nothing.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingExtraError('History.plot needs matplotlib: pip install "bigbatch[cli]"') from error
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        axes.plot([step.loss for step in self.steps], linewidth=1, label="step")
+        ends = [sum(map(len, self._epochs[: i + 1])) - 1 for i, epoch in enumerate(self._epochs) if epoch]
+        axes.plot(ends, self.losses, marker="o", label="mean of the epoch")
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss")
+        axes.legend()
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+
+def _epoch_loss(steps: Iterable[Step]) -> float:
+    """The mean loss of an epoch: each term is divided by its own total weight."""
+    sums: dict[int, float] = {}
+    weights: dict[int, float] = {}
+    for step in steps:
+        for number, (term, weight) in enumerate(zip(step.terms, as_terms(step.weight), strict=True)):
+            if weight:  # a term with weight 0 may be 0/0, so it is left out
+                sums[number] = sums.get(number, 0.0) + term * (1 if step.reduction == "sum" else weight)
+                weights[number] = weights.get(number, 0.0) + weight
+    return float(sum(share(sums[number], weights[number]) for number in sums)) if sums else math.nan

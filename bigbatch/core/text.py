@@ -1,0 +1,22 @@
+"""How values are written: as JSON."""
+
+import math
+from typing import Any
+
+
+def to_json(value: Any) -> Any:
+    """Replaces NaN and infinities, which JSON does not have, by the strings "nan", "inf" and "-inf"."""
+    if isinstance(value, dict):
+        return {key: to_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [to_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def from_json(value: Any) -> Any:
+    """The opposite of `to_json`."""
+    if isinstance(value, dict):
+        return {key: from_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    return float(value) if value in ("nan", "inf", "-inf") else value
