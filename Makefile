@@ -1,4 +1,4 @@
-# Everything works from a fresh clone: the first call makes .venv and installs, later calls do not.
+# Works from a fresh clone: the first call creates .venv and installs everything.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable
@@ -18,15 +18,14 @@ export TF_CPP_MIN_LOG_LEVEL := 3
 demo: .venv/demo
 	$(BIN)/bigbatch train digits
 
-# Frameworks fight in one process, so each suite is a process of its own. One more than WORKERS run at a
-# time, since some tests wait for a moment rather than for a core.
-# BUDGET=1 fails if it takes longer than 12 minutes.
+# Frameworks conflict in one process, so each suite has its own process. WORKERS + 1 suites run at a time,
+# because some tests wait rather than compute. BUDGET=1 fails if it takes longer than 12 minutes.
 test: .venv/test
 	@rm -rf $(RESULTS) && mkdir -p $(RESULTS) && touch $(RESULTS)/start
 	@$(MAKE) --no-print-directory --keep-going --jobs $$(($(WORKERS) + 1)) --output-sync=target $(SUITES); code=$$?; \
 	  $(BIN)/python -m tests.summary $(RESULTS) $(if $(BUDGET),--budget 720) && exit $$code
 
-# What a release needs: all combinations, kills, four ranks, many examples.
+# Everything a release needs: all combinations, kills, four ranks, many examples.
 test-all: .venv/test
 	@$(MAKE) --no-print-directory test ALL=1 BUDGET=
 
@@ -46,7 +45,7 @@ test-ranks: .venv/test
 	$(RANKS) --nproc-per-node 2 -m pytest $(if $(ALL),--all) -q -x tests/ranks $(PYTEST_ARGS) --junitxml '$(RESULTS)/ranks-$$RANK-of-2.xml'
 	$(RANKS) --nproc-per-node 4 -m pytest $(if $(ALL),--all) -q -x tests/ranks -k "$(ON_FOUR_RANKS)" $(PYTEST_ARGS) --junitxml '$(RESULTS)/ranks-$$RANK-of-4.xml'
 
-# Branch coverage of make test; of make test-all with ALL=1. Every Python process that a test starts is measured.
+# Branch coverage of make test, or of make test-all with ALL=1, including every Python process that a test starts.
 coverage: .venv/coverage
 	rm -rf build/coverage
 	mkdir -p build/coverage
@@ -72,7 +71,7 @@ bench: .venv/bench
 	$(BIN)/python -m benchmarks.jax
 	$(RANKS) --nproc-per-node 2 -m benchmarks.ranks
 
-# Says so where there is no GPU.
+# Stops with a message if there is no GPU.
 bench-gpu: .venv/bench
 	$(BIN)/python -m benchmarks.gpu
 	$(BIN)/python -m benchmarks.gpu_tables
@@ -85,7 +84,7 @@ exactness: .venv/bench
 	$(RANKS) --nproc-per-node 2 -m benchmarks.exactness_ranks
 	$(BIN)/python -m benchmarks.peers
 
-# The long run: 250 kills, 20,000 stories of calls, 100,000 steps of each framework; leaves build/soak.md.
+# The long run: 250 kills, 20,000 random sequences of calls, 100,000 steps per framework. Writes build/soak.md.
 soak: .venv/test
 	rm -f build/soak.md
 	$(BIN)/python -m tests.crash.soak --kills 200 --framework torch --report build/soak.md
@@ -96,7 +95,7 @@ soak: .venv/test
 	$(BIN)/python -m tests.crash.steps --framework jax --report build/soak.md
 	BIGBATCH_EXAMPLES=20000 $(PYTEST) tests/torch/test_stateful.py
 
-# Makes the pictures of docs/command-line.md; needs Chromium.
+# Creates the pictures of docs/command-line.md; needs Chromium.
 pictures: .venv/test
 	$(BIN)/python docs/make_pictures.py
 

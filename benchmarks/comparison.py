@@ -1,4 +1,4 @@
-"""Contestants side by side: first they must do the same, then their memory is measured, then their time."""
+"""Compares contestants: checks that they make the same update, then measures their memory, then their time."""
 
 import sys
 import traceback
@@ -20,17 +20,17 @@ Entry = tuple[Make, Work]
 
 @dataclass
 class Found:
-    """What was measured; names lead to it."""
+    """The measurements, by the name of the contestant."""
 
     errors: dict[str, float] = field(default_factory=dict)
-    """Of the first update, against the reference."""
+    """The relative error of the first update, against the reference."""
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)
-    """Seconds per step, a number for each round."""
+    """Seconds per step, one number per round."""
     guests: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    """The times of each guest and of the reference, in a run of their own."""
+    """The times of each guest and of the reference, from a run of their own."""
     missing: dict[str, str] = field(default_factory=dict)
-    """Peers that are not installed."""
+    """Tools that are not installed."""
     failed: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
@@ -38,16 +38,16 @@ class Found:
 
     @classmethod
     def of(cls, part: dict[str, Any]) -> "Found":
-        """As it was written to a file, with what else is there left out."""
+        """Reads what `as_json` wrote; ignores other entries."""
         return cls(**{one.name: part[one.name] for one in fields(cls) if one.name in part})
 
     def against(self, reference: str) -> dict[str, Summary]:
-        """Each contestant against the reference, and each guest against it in the guest's own run."""
+        """Compares each contestant with the reference, and each guest with the reference of the guest's own run."""
         of_guests = {name: compare(times, reference)[name] for name, times in self.guests.items()}
         return compare(self.times, reference) | of_guests
 
     def attempt(self, name: str, job: Callable[[], Any]) -> Any:
-        """What the job returns; None if it fails, and then this is kept: the others are measured all the same."""
+        """Runs the job. If it fails, records the error and returns None, so that the others are still measured."""
         if name in self.missing or name in self.failed:
             return None
         try:
@@ -65,14 +65,14 @@ class Found:
 class Comparison:
     entries: dict[str, Entry]
     reference: str
-    """The name of the entry whose first update all must make, and against which guests are timed."""
+    """The entry whose first update all others must reproduce, and with which guests take turns."""
     rounds: int
     warmup: int
     guests: dict[str, Fit] = field(default_factory=dict)
     steps: int = 1
-    """In a turn."""
+    """The steps of one turn."""
     windows: int = 5
-    """That are run to see the peak."""
+    """The windows that are run to measure the peak."""
     has_peaks: bool = True
 
     def run(self) -> Found:
@@ -139,7 +139,7 @@ class Comparison:
             free(self.work.device)
 
     def _turn(self) -> Any:
-        """The micro-batches of a guest's turn."""
+        """The micro-batches of one turn of a guest."""
         for _ in range(self.steps):
             yield from self.work.micro_batches()
 

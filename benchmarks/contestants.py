@@ -1,6 +1,6 @@
-"""The same step, written in each way. Every one starts from the whole batch in memory.
+"""The same step, written in different ways. All start from the whole batch in memory.
 
-Each function gets a model of its own and returns what makes one step.
+Each function gets its own model and returns a function that makes one step.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def by_hand(model: nn.Module, work: Work) -> Step:
 
 
 def by_tutorial(model: nn.Module, work: Work) -> Step:
-    """As many pages have it: the loss of every micro-batch is read, which waits for the device."""
+    """The loop of many tutorials: it reads the loss of every micro-batch, which waits for the device."""
     optimizer = work.optimizer(model)
 
     def step() -> float:
@@ -68,7 +68,7 @@ def by_tutorial(model: nn.Module, work: Work) -> Step:
 
 
 def by_moving(model: nn.Module, work: Work) -> Step:
-    """Micro-batches from the host, each moved when it is needed."""
+    """Micro-batches in host memory, each moved to the device when it is needed."""
 
     def loss(model: nn.Module, micro_batch: Batch) -> Tensor:
         return work.loss(model, tuple(tensor.to(work.device) for tensor in micro_batch))
@@ -134,6 +134,6 @@ def compiled(make: Make) -> Make:
 
 
 def with_compiled_loss(work: Work) -> Work:
-    """Compiled for the shape that it sees, not for any."""
-    backend = "inductor" if work.device == "cuda" else "eager"  # on a CPU the way is rehearsed, not the speed
+    """Compiles the loss for fixed shapes."""
+    backend = "inductor" if work.device == "cuda" else "eager"  # on a CPU this only tests that it runs
     return replace(work, loss=torch.compile(work.loss, dynamic=False, backend=backend))

@@ -1,4 +1,4 @@
-"""What is asked of a device that computes on its own: to be done, and how much memory it took."""
+"""Waiting for a device, and measuring its memory."""
 
 import gc
 from collections.abc import Callable
@@ -14,10 +14,10 @@ def wait_for(device: str) -> Callable[[], Any]:
 
 
 def peak_of(run: Callable[[], Any], device: str) -> dict[str, int]:
-    """The most bytes at one time beside what was there before, with nothing else on the device at that time.
+    """The peak memory in bytes while this runs, minus the memory in use before.
 
-    `reserved` is what the device had to give, the private memory of captured graphs included; `allocated` is
-    what of it was in use, as far as torch knows. On a CPU there is only the second.
+    `reserved` is what torch took from the device, including the private memory of CUDA graphs. `allocated` is the part
+    of it that tensors used. On a CPU there is only `allocated`.
     """
     gc.collect()
     if device != "cuda":
@@ -35,7 +35,7 @@ def peak_of(run: Callable[[], Any], device: str) -> dict[str, int]:
 
 
 def free(device: str) -> None:
-    """Gives back what nobody holds any more."""
+    """Frees memory that is no longer referenced."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

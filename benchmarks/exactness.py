@@ -1,4 +1,4 @@
-"""How far the update is from that of the plain full batch: `make exactness`, which writes docs/exactness.md."""
+"""Compares the update with that of the plain full batch and writes docs/exactness.md: `make exactness`."""
 
 import torch
 
@@ -19,7 +19,7 @@ LIMITS = {"sgd": 1e-12, "adamw": 1e-9}
 
 
 def torch_rows() -> list[list[str]]:
-    """One row per problem: the largest error of the three ways to feed, and the naive loop's."""
+    """One row per problem: the largest error of the three ways to feed it, and the error of the naive loop."""
     rows = []
     for problem in problems():
         full = Run(problem).full()

@@ -1,4 +1,4 @@
-"""How far one step of SGD in JAX is from that of the full batch: `python -m benchmarks.exactness_jax`."""
+"""Compares one step of SGD in JAX with that of the full batch: `python -m benchmarks.exactness_jax`."""
 
 import os
 
@@ -24,7 +24,7 @@ def clipped(problem: Problem) -> optax.GradientTransformationExtraArgs:
 
 
 def by_gradient(problem: Problem, gradient_of: Any) -> Any:
-    """The update after all batches, with a function that gives the gradient of a whole one."""
+    """The update after all batches, with a function that returns the gradient of a whole batch."""
     optimizer, params = clipped(problem), make_params(problem)
     state = optimizer.init(params)
     for batch in problem.batches:
@@ -56,7 +56,7 @@ def weight_of(problem: Problem, micro_batch: Batch) -> Any:
 
 
 def by_microbatch(problem: Problem, params: Any, batch: Batch) -> Any:
-    """optax's, with the mean over its sums that its documentation takes."""
+    """optax's `microbatch`, with the mean over its sums as in its documentation."""
     num = len(batch["x"]) // problem.micro_batch_size
 
     def loss(params: Any, batch: Batch) -> Any:
@@ -76,7 +76,7 @@ def row(problem: Problem) -> list[str]:
     loss, weight, size = LOSSES[problem.kind], WEIGHTS[problem.kind], problem.micro_batch_size
     ours = gap(by_gradient(problem, lambda *args: value_and_grad(loss, size, weight=weight)(*args)[1]), full)
     assert ours <= 1e-12
-    if problem.kind == "terms":  # in one gradient the terms are mixed already
+    if problem.kind == "terms":  # one gradient already mixes the terms
         ours_fed = theirs = "–"
     else:
         found = gap(fed(problem, multi_steps(clipped(problem), problem.accumulation_steps), is_ours=True), full)

@@ -1,4 +1,4 @@
-"""Every case over ranks, measured: `torchrun --standalone --nproc-per-node 2 -m benchmarks.exactness_ranks`."""
+"""Measures every case with several ranks: `torchrun --standalone --nproc-per-node 2 -m benchmarks.exactness_ranks`."""
 
 import warnings
 
@@ -31,7 +31,7 @@ def works(size: int) -> dict[str, Work]:
 
 
 def by_ddp_alone(work: Work) -> torch.Tensor:
-    """The mean over ranks of each rank's own mean."""
+    """DDP without bigbatch: the mean over ranks of each rank's mean."""
     plain = make_model(work.problem)
     if work.problem.kind == "tokens":
         plain.length.requires_grad_(False)
@@ -51,7 +51,7 @@ def main() -> None:
     for name, work in works(dist.get_world_size()).items():
         expected, _ = train_whole(work)
         own = [f"{error_of(train_together(work, *way)[0], expected):.0e}" for way in WAYS.values()]
-        has_all = all(size >= 4 for size in work.sizes[0])  # else a rank has nothing for some of the micro-batches
+        has_all = all(size >= 4 for size in work.sizes[0])  # otherwise a rank has no data for some of the micro-batches
         theirs = [by_ddp_alone(work), with_accelerate(work, dist.get_rank(), 4)] if has_all else []
         rows.append((name, *own, *([f"{error_of(update, expected):.2g}" for update in theirs] or ["–", "–"])))
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""The same for TensorFlow, beside Keras's own accumulation and gradient-accumulator: `make exactness`."""
+"""Compares TensorFlow, Keras's own accumulation and gradient-accumulator with the full batch: `make exactness`."""
 
 import os
 
@@ -20,7 +20,7 @@ WAYS = ("batch", "window", "add")
 
 
 def by_keras(problem: Problem) -> Run:
-    """Keras accumulates a fixed number of micro-batches, each counted the same."""
+    """Keras accumulates a fixed number of micro-batches, which all count the same."""
     steps = problem.accumulation_steps if problem.accumulation_steps > 1 else None
     options = {"gradient_accumulation_steps": steps, "global_clipnorm": problem.clip_norm}
     run = Run(problem, lambda: keras.optimizers.SGD(0.1, **options))
@@ -33,7 +33,7 @@ def by_keras(problem: Problem) -> Run:
 
 
 def by_gradient_accumulator(problem: Problem, full: Run) -> str:
-    """Its model, trained by fit; for the cases that fit can express."""
+    """gradient-accumulator's model, trained by `fit`, for the cases that `fit` can express."""
     from gradient_accumulator import GradientAccumulateModel
 
     if problem.kind != "samples" or problem.clip_norm:
@@ -55,7 +55,7 @@ def rows() -> list[list[str]]:
     found = []
     for problem in problems():
         full = Run(problem).full()
-        ways = WAYS[:2] if problem.kind == "terms" else WAYS  # a tape's gradients have the terms mixed already
+        ways = WAYS[:2] if problem.kind == "terms" else WAYS  # gradients from a tape already mix the terms
         ours = max(update_error(Run(problem).accumulated(way), full) for way in ways)
         assert ours <= LIMITS["sgd"]
         peer: Any = by_gradient_accumulator(problem, full)

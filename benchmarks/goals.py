@@ -1,4 +1,4 @@
-"""What was to be reached on one H200, beside what was."""
+"""Goals for one H200, and what was reached."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Goal:
     wanted: float
     reached: float
     is_least: bool = False
-    """Whether more is better."""
+    """Whether a larger value is better."""
     form: str = "{:.2f}×"
 
     @property
@@ -39,7 +39,7 @@ class Goal:
 
 
 def goals(parts: dict[str, dict[str, Any]]) -> Iterator[Goal]:
-    """Those that can be judged from what was measured."""
+    """The goals for which there are measurements."""
     if "gpt2" in parts:
         found = Found.of(parts["gpt2"])
         if CAPTURED_COMPILED in found.times:
@@ -81,7 +81,7 @@ def ratio(found: Found, name: str, reference: str) -> float:
 
 
 def faster(name: str, found: Found, wanted: float) -> Iterator[Goal]:
-    """By how much the peers are slower; Lightning by way of the hand-written loop, beside which it was timed."""
+    """How much slower the other tools are. Lightning was timed beside the hand-written loop and is derived from it."""
     by_hand = found.against(BY_HAND)
     for peer in (BY_ACCELERATE, LIGHTNING):
         if peer in by_hand:

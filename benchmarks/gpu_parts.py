@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` measures, part by part. Each function returns what goes into its JSON file."""
+"""The parts that `benchmarks.gpu` measures. Each function returns the content of its JSON file."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -55,7 +55,7 @@ ON_DEVICE, PINNED, PAGEABLE = "on the device", "in pinned host memory", "in page
 
 @dataclass(frozen=True)
 class Setting:
-    """On which device; `is_tiny` rehearses every line with sizes that mean nothing."""
+    """The device. `is_tiny` runs every line with tiny sizes, to test the code without measuring."""
 
     device: str
     is_tiny: bool
@@ -85,7 +85,7 @@ def gpt_work(size: Size, num_micro_batches: int, device: str) -> Work:
 
 
 def gpt(setting: Setting, size: Size, rounds: int, steps: int) -> dict[str, Any]:
-    """One batch in 8 micro-batches, in every way."""
+    """One batch in 8 micro-batches, for all contestants."""
     work = gpt_work(setting.size(size), BATCH_SIZE // MICRO_BATCH_SIZE, setting.device)
     entries: dict[str, Entry] = {name: (make, work) for name, make in CONTESTANTS.items() if setting.has(name)}
     comparison = Comparison(entries, BY_HAND, setting.rounds(rounds), warmup=3, guests=GUESTS, steps=steps, windows=3)
@@ -93,7 +93,7 @@ def gpt(setting: Setting, size: Size, rounds: int, steps: int) -> dict[str, Any]
 
 
 def from_host(setting: Setting) -> dict[str, Any]:
-    """A batch of images that stays on the host, beside the same on the device."""
+    """A batch of images in host memory, compared with the same batch on the device."""
     size = setting.size(SMALL_VIT)
     num, micro = (32, 8) if setting.is_tiny else (NUM_IMAGES, IMAGE_MICRO_BATCH_SIZE)
     on_host = images(size, num)
@@ -115,13 +115,13 @@ def from_host(setting: Setting) -> dict[str, Any]:
     found = Comparison(entries, reference, setting.rounds(8), warmup=3, windows=3).run().as_json()
     num_bytes = sum(tensor.nbytes for tensor in on_host)
     for name, (_, work) in entries.items():
-        if work is works[ON_DEVICE] and name in found["peaks"]:  # it was there before the peak was measured
+        if work is works[ON_DEVICE] and name in found["peaks"]:  # it was in memory before the peak was measured
             found["peaks"][name] = {kind: peak + num_bytes for kind, peak in found["peaks"][name].items()}
     return found | {"references": references, "batch_bytes": num_bytes}
 
 
 def linear(setting: Setting) -> dict[str, Any]:
-    """Ever more micro-batches of one size: the time of a step and its peak."""
+    """Time and peak memory of a step with more and more micro-batches of one size."""
     graphs = (CAPTURED, CAPTURED_COMPILED)
     return {
         GPT2: growing(setting, GPT2_SMALL, (CAPTURED_COMPILED,), rounds=4, passes=8),
@@ -130,7 +130,7 @@ def linear(setting: Setting) -> dict[str, Any]:
 
 
 def growing(setting: Setting, size: Size, names: Sequence[str], rounds: int, passes: int) -> dict[str, Any]:
-    """`passes` is how many micro-batches a turn has at least, so that no short window is timed alone."""
+    """`passes` is the minimum number of micro-batches in a turn, so that no short window is timed alone."""
     nums = NUMS_MICRO_BATCHES[:3] if setting.is_tiny else NUMS_MICRO_BATCHES
     work, wait = gpt_work(setting.size(size), max(nums), setting.device), wait_for(setting.device)
     batches = {num: tuple(tensor[: num * MICRO_BATCH_SIZE] for tensor in work.batch) for num in nums}
@@ -147,7 +147,7 @@ def growing(setting: Setting, size: Size, names: Sequence[str], rounds: int, pas
         free(setting.device)
         before = reserved(setting.device)
         accumulator = make()
-        several(partial(accumulator.step, batches[nums[0]]), 3)()  # recorded by then
+        several(partial(accumulator.step, batches[nums[0]]), 3)()  # the graphs are recorded by then
         for num in nums:
             free(setting.device)
             held = reserved(setting.device) - before

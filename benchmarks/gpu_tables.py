@@ -1,4 +1,4 @@
-"""Writes what `python -m benchmarks.gpu` measured: `python -m benchmarks.gpu_tables`."""
+"""Writes the tables and plots of what `python -m benchmarks.gpu` measured: `python -m benchmarks.gpu_tables`."""
 
 import argparse
 import sys
@@ -21,14 +21,14 @@ GIB = 2**30
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_tables", description=__doc__)
     parser.add_argument("--measured", type=Path, default=FOLDER / "measured", help="the folder with the JSON files")
-    parser.add_argument("--page", type=Path, default=RESULTS, help="the page that is filled; its plots are beside it")
+    parser.add_argument("--page", type=Path, default=RESULTS, help="the page to fill; its plots are written beside it")
     options = parser.parse_args()
     parts = measured.read(options.measured)
     if not parts:
-        sys.exit(f"{options.measured} has nothing: `python -m benchmarks.gpu` measures.")
+        sys.exit(f"{options.measured} has no measurements: run `python -m benchmarks.gpu` first.")
     rehearsed = [part for part, found in parts.items() if found["is_rehearsal"]]
     if rehearsed and options.page == RESULTS:
-        sys.exit(f"{', '.join(rehearsed)}: rehearsed, not measured; pass another --page to see how it looks.")
+        sys.exit(f"{', '.join(rehearsed)}: tiny sizes only, not measured; pass another --page to see the result.")
     for name, table in tables(parts).items():
         write_table(options.page, name, table)
     if "linear" in parts:
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def tables(parts: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Of the parts that were measured."""
+    """The tables of the parts that were measured, by name."""
     made = {}
     makers = {"gpt2": comparison_table, "tiny": comparison_table, "images": images_table, "linear": linear_table}
     for part, make in (makers | {"jax": jax_table}).items():
@@ -56,7 +56,7 @@ def noted(table: str, part: dict[str, Any]) -> str:
 
 
 def comparison_table(part: dict[str, Any]) -> str:
-    """A guest against the full batch is the guest against the hand-written loop, times that against the full batch."""
+    """A guest was timed beside the hand-written loop: its ratio to the full batch is the product of both ratios."""
     found = Found.of(part)
     full = compare(found.times, FULL) if FULL in found.times else {}
     rows = []
@@ -71,7 +71,7 @@ def comparison_table(part: dict[str, Any]) -> str:
 
 
 def images_table(part: dict[str, Any]) -> str:
-    """Every place of the batch against the same way with the batch on the device."""
+    """Compares each place of the batch with the same contestant and the batch on the device."""
     found = Found.of(part)
     rows = []
     for name in found.times:
@@ -107,14 +107,14 @@ def jax_table(part: dict[str, Any]) -> str:
 
 
 def peaks(part: dict[str, Any], name: str) -> tuple[str, str]:
-    """Reserved and allocated."""
+    """Reserved and allocated peak memory, in GiB."""
     peak = part["peaks"].get(name, {})
     reserved, allocated = (f"{peak[kind] / GIB:.2f}" if kind in peak else "–" for kind in ("reserved", "allocated"))
     return reserved, allocated
 
 
 def draw_growth(parts: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Two plots, each with a panel a model; the full batch as a limit where that was measured too."""
+    """Two plots with one panel per model; the full batch is a dashed line where it was measured."""
     times, memory = [], []
     num_micro_batches = BATCH_SIZE // MICRO_BATCH_SIZE
     for model, part in ((GPT2, "gpt2"), (TINY, "tiny")):

@@ -1,4 +1,4 @@
-"""How time and memory grow with the number of micro-batches, from what was measured."""
+"""How time and memory grow with the number of micro-batches."""
 
 import statistics
 from collections.abc import Iterable, Iterator
@@ -12,13 +12,13 @@ class Growth:
     model: str
     way: str
     times: dict[int, list[float]]
-    """Seconds per step for each number of micro-batches, a number for each round."""
+    """Seconds per step for each number of micro-batches, one per round."""
     peaks: dict[int, int]
-    """Bytes for each number of micro-batches: reserved, or where that is not known, allocated."""
+    """Peak bytes for each number of micro-batches: reserved if known, otherwise allocated."""
 
     @classmethod
     def all_of(cls, part: dict[str, Any]) -> Iterator["Growth"]:
-        """As the part `linear` was written to a file, where numbers became strings."""
+        """Reads the file of the part `linear`, where JSON turned the numbers into strings."""
         for model, found in part.items():
             if isinstance(found, dict):
                 for way, times in found["times"].items():
@@ -31,17 +31,17 @@ class Growth:
 
     @property
     def each(self) -> dict[int, float]:
-        """Seconds per micro-batch: of a step, divided by how many it has."""
+        """Seconds per micro-batch: the time of a step divided by its number of micro-batches."""
         return {num: seconds / num for num, seconds in self.seconds.items()}
 
     @property
     def further(self) -> dict[int, float]:
-        """Seconds per further micro-batch, of which a step's fixed cost is no part."""
+        """Seconds per additional micro-batch, which excludes the fixed cost of a step."""
         pairs = pairwise(self.seconds.items())
         return {many: (slow - fast) / (many - few) for (few, fast), (many, slow) in pairs}
 
 
 def spread(values: Iterable[float]) -> float:
-    """How much more the largest is than the smallest, as a fraction."""
+    """How much larger the largest is than the smallest, as a fraction."""
     found = list(values)
     return max(found) / min(found) - 1

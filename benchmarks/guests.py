@@ -1,4 +1,4 @@
-"""Frameworks that own the training loop: they cannot be called for one step, but be fed the micro-batches of one.
+"""Frameworks that own the training loop. They cannot be called for one step, but they can be fed its micro-batches.
 
 Each function trains a model on a stream of micro-batches.
 """
@@ -19,9 +19,9 @@ TRAINER = "HF Trainer, `gradient_accumulation_steps`"
 
 
 class Stream:
-    """Micro-batches with a length: without one, Lightning asks for the next before it is done with the last.
+    """Micro-batches with a length. Without a length, Lightning fetches the next one before it finishes the last.
 
-    One is promised that never comes: the last window ends when that is asked for.
+    The length is one too large: the last window ends when the framework asks for that extra micro-batch.
     """
 
     def __init__(self, micro_batches: Iterable[Any], num: int) -> None:
@@ -36,7 +36,7 @@ class Stream:
 
 
 def lightning_fit(model: nn.Module, work: Work, stream: Stream) -> None:
-    """`barebones` is Lightning's own switch for measuring its loop: no logger, no progress bar."""
+    """Uses `barebones`, Lightning's own switch for measuring its loop: no logger, no progress bar."""
     from pytorch_lightning import LightningModule, Trainer
 
     class Module(LightningModule):
@@ -65,7 +65,7 @@ def lightning_fit(model: nn.Module, work: Work, stream: Stream) -> None:
 
 
 def trainer_fit(model: nn.Module, work: Work, stream: Stream) -> None:
-    """Without logging, saving, clipping, and without its look at every loss for NaN, which waits for the device."""
+    """No logging, saving, clipping, or check of every loss for NaN, which waits for the device."""
     from transformers import Trainer, TrainingArguments
 
     class Module(nn.Module):
@@ -105,6 +105,6 @@ GUESTS: dict[str, Fit] = {LIGHTNING: lightning_fit, TRAINER: trainer_fit}
 
 
 def windows_of(work: Work, num: int) -> Stream:
-    """So many windows of the same batch."""
+    """The micro-batches of `num` windows of the same batch."""
     micro_batches = list(work.micro_batches()) * num
     return Stream(micro_batches, len(micro_batches))

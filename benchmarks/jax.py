@@ -1,4 +1,4 @@
-"""JAX: what a window costs beside the full batch, a scan by hand and optax: `python -m benchmarks.jax`."""
+"""Compares a window in JAX with the full batch, a hand-written scan and optax: `python -m benchmarks.jax`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ from .timing import compare, interleaved
 
 ROUNDS, WARMUP = 120, 3
 STEPS = 25
-"""In a turn: training makes one step after the other, and the first after another contestant's is slower."""
+"""The steps of one turn. The first step after another contestant is slower, and training makes many in a row."""
 BATCH_SIZE, MICRO_BATCH_SIZE = 256, 32
 NUM = BATCH_SIZE // MICRO_BATCH_SIZE
 HAND = "`lax.scan` by hand"
@@ -54,7 +54,7 @@ def optax_microbatch(params: Any, batch: Any) -> Any:
 
 
 def in_one_call(gradient_of: Callable[..., Any], batch: Any) -> Callable[[], Any]:
-    """Steps of Adam, each one compiled call."""
+    """Steps of Adam, one compiled call each."""
     optimizer = optax.adam(1e-3)
 
     @partial(jax.jit, donate_argnums=(0, 1))
@@ -67,7 +67,7 @@ def in_one_call(gradient_of: Callable[..., Any], batch: Any) -> Callable[[], Any
 
 
 def fed(optimizer: Any, batch: Any, *, is_donated: bool, **extra: Any) -> Callable[[], Any]:
-    """Micro-batches one at a time, each one compiled call."""
+    """One micro-batch at a time, one compiled call each."""
 
     @partial(jax.jit, donate_argnums=(0, 1) if is_donated else ())
     def micro_step(params: Any, state: Any, micro_batch: Any) -> Any:
@@ -87,7 +87,7 @@ def fed(optimizer: Any, batch: Any, *, is_donated: bool, **extra: Any) -> Callab
 
 
 def stepping(step: Callable[..., Any], params: Any, optimizer: Any) -> Callable[[], Any]:
-    held = jax.tree.map(partial(jnp.array, copy=True), [params, optimizer.init(params)])  # one each, to be given up
+    held = jax.tree.map(partial(jnp.array, copy=True), [params, optimizer.init(params)])  # copied: donated later
 
     def turn() -> Any:
         for _ in range(STEPS):
@@ -98,7 +98,7 @@ def stepping(step: Callable[..., Any], params: Any, optimizer: Any) -> Callable[
 
 
 def check(contestants: dict[str, Callable[[], Any]]) -> None:
-    """All lead to the same weights: the micro-batches are equal here, so even a mean of means is right."""
+    """Asserts that all end with the same weights. Micro-batches are equal here, so even a mean of means is right."""
     found = [jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(turn())]) for turn in contestants.values()]
     assert all(jnp.abs(weights - found[0]).max() < 1e-4 for weights in found)
 
@@ -131,7 +131,7 @@ def time_rows() -> list[list[str]]:
 
 
 def memory_rows() -> list[list[str]]:
-    """Temporary memory of a step's gradient, as the compiler counts it, for a model whose activations dominate."""
+    """Temporary memory of the gradient according to the compiler, for a model with large activations."""
 
     def deep_loss(params: Any, x: Any) -> Any:
         for kernel in params:

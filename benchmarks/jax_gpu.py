@@ -1,4 +1,4 @@
-"""JAX on a GPU, beside the full batch, a scan by hand and optax: the part `jax` of `python -m benchmarks.gpu`."""
+"""Compares JAX on a GPU with the full batch, a hand-written scan and optax: the part `jax` of `benchmarks.gpu`."""
 
 import os
 from collections.abc import Callable
@@ -25,7 +25,7 @@ FULL, BY_HAND = "full batch", "`lax.scan` by hand"
 
 
 def adamw() -> optax.GradientTransformation:
-    """With an epsilon that makes the first update nearly the gradient itself, so that a wrong scale is seen."""
+    """AdamW with an epsilon that makes the first update nearly the gradient itself, so that a wrong scale shows."""
     return optax.adamw(1e-2, eps=1.0, weight_decay=0.0)
 
 
@@ -98,7 +98,7 @@ class Contestant:
             updates, state = optimizer.update(grads, state, params, **extra)
             return optax.apply_updates(params, updates), state
 
-        held = jax.tree.map(partial(jnp.array, copy=True), (params, optimizer.init(params)))  # to be given up
+        held = jax.tree.map(partial(jnp.array, copy=True), (params, optimizer.init(params)))  # because it is donated
         self.held, self.micro_batches = held, micro_batches
         self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*held, micro_batches[0]).compile()
 
@@ -108,7 +108,7 @@ class Contestant:
         return self.held[0]
 
     def peak(self) -> int:
-        """Bytes as the compiler counts them, parameters and state included."""
+        """Bytes according to the compiler, including parameters and state."""
         found = self.compiled.memory_analysis()
         outputs = found.output_size_in_bytes - found.alias_size_in_bytes
         return int(found.argument_size_in_bytes + outputs + found.temp_size_in_bytes)
@@ -130,7 +130,7 @@ def contestants(model: GPT, params: Any) -> dict[str, Contestant]:
 
 
 def errors(made: dict[str, Contestant], params: Any) -> dict[str, float]:
-    """How far each one's first update is from that of the scan by hand."""
+    """The relative error of each first update, against the hand-written scan."""
 
     def flat(tree: Any) -> Any:
         return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])

@@ -1,4 +1,4 @@
-"""Options and files of the benchmarks on a GPU; no framework in here."""
+"""Options and files of the GPU benchmarks; imports no framework."""
 
 import argparse
 import json
@@ -14,23 +14,23 @@ PARTS = ("gpt2", "tiny", "images", "linear", "jax")
 
 
 def parsed() -> argparse.Namespace:
-    """The options, with the commit as git tells it where none is given."""
+    """The options; the commit is that of git unless given."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="What a step costs on a GPU.")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="the parts to measure")
     parser.add_argument("--out", type=Path, default=FOLDER / "measured", help="the folder for the JSON files")
     parser.add_argument("--commit", help="where git cannot tell")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="sizes that mean nothing: a rehearsal")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to test the code without measuring")
     options = parser.parse_args()
     try:
         options.commit = options.commit or commit()
     except (OSError, subprocess.CalledProcessError):
-        sys.exit("git cannot tell which commit this is: pass --commit.")
+        sys.exit("git does not know the commit: pass --commit.")
     return options
 
 
 def write(part: str, found: dict[str, Any], packages: Sequence[str], device: str | None, options: Any) -> None:
-    """Writes what a part found, and what it was measured with."""
+    """Writes the results of a part, and the versions they were measured with."""
     is_rehearsal = options.tiny or options.device == "cpu"
     command = f"python -m benchmarks.gpu --only {part}"
     if is_rehearsal:
@@ -42,6 +42,6 @@ def write(part: str, found: dict[str, Any], packages: Sequence[str], device: str
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """What the parts found that were measured."""
+    """The results of the parts that were measured."""
     files = {part: folder / f"gpu_{part}.json" for part in PARTS}
     return {part: json.loads(file.read_text(encoding="utf-8")) for part, file in files.items() if file.exists()}

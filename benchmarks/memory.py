@@ -1,4 +1,4 @@
-"""How much memory a step takes at its peak: `python -m benchmarks.memory`."""
+"""Measures the peak memory of a step: `python -m benchmarks.memory`."""
 
 import json
 import tempfile
@@ -27,9 +27,9 @@ WAYS: dict[str, Make] = {"hand-written loop": by_hand, "bigbatch": bigbatch_batc
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
-    """The most bytes that the function held at one time in torch's CPU allocator, beside what was there before.
+    """The peak of torch's CPU allocator in bytes while the function runs, minus the memory in use before.
 
-    Call the function once before, so that what is made on the first call only is there before.
+    Call the function once before, so that memory allocated only by the first call does not count.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
@@ -46,7 +46,7 @@ def peak_bytes(function: Callable[[], Any]) -> int:
 
 
 def network() -> nn.Sequential:
-    """Activations dominate: a layer keeps two of them per sample."""
+    """A network with large activations: a layer keeps two of them per sample."""
     torch.manual_seed(0)
     layers = [layer for _ in range(NUM_LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     return nn.Sequential(*layers)
@@ -61,7 +61,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def cut_peak(make: Make, num_micro_batches: int) -> int:
-    """One batch, cut into that many micro-batches."""
+    """The peak for one batch, cut into this many micro-batches."""
     work = Work(network, loss, (torch.randn(BATCH_SIZE, WIDTH),), BATCH_SIZE // num_micro_batches, sgd)
     step = make(work.model(), work)
     step()
@@ -69,7 +69,7 @@ def cut_peak(make: Make, num_micro_batches: int) -> int:
 
 
 def repeated_peak(num_micro_batches: int) -> int:
-    """That many micro-batches of one size: the same tensor again and again, so that the inputs do not grow."""
+    """The peak for this many micro-batches of one size. All are the same tensor, so that the inputs do not grow."""
     model = network()
     accumulator = Accumulator(model, sgd(model), loss)
     window = Window([(torch.randn(MICRO_BATCH_SIZE, WIDTH),)] * num_micro_batches)
@@ -78,7 +78,7 @@ def repeated_peak(num_micro_batches: int) -> int:
 
 
 def cut_peaks() -> dict[str, dict[int, int]]:
-    """Bytes for each number of micro-batches; the full batch is one."""
+    """Peak bytes for each number of micro-batches; the full batch is one micro-batch."""
     peaks = {name: {num: cut_peak(make, num) for num in NUMS_MICRO_BATCHES} for name, make in WAYS.items()}
     return {FULL: {1: cut_peak(full_batch, 1)}, **peaks}
 

@@ -1,6 +1,6 @@
-"""The models that are trained. Those for a GPU compute their loss themselves, as the models of transformers do.
+"""The models. Those for a GPU compute their loss themselves, as the models of transformers do.
 
-That is fair to accelerate, which casts whatever a model returns to float32: here one number, not all logits.
+That is fair to accelerate, which casts the output of a model to float32: here one number, not all logits.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts each next token; the head is the embedding."""
+    """Predicts the next token; the head shares its weight with the embedding."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class GPT(nn.Module):
 
 
 class ViT(nn.Module):
-    """Names an image by the mean over its patches."""
+    """Classifies an image by the mean over its patches."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()

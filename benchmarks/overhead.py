@@ -1,4 +1,4 @@
-"""What accumulation costs beside the hand-written loop: `python -m benchmarks.overhead`."""
+"""Measures the cost of accumulation, compared with the hand-written loop: `python -m benchmarks.overhead`."""
 
 import sys
 
@@ -37,7 +37,7 @@ CONTESTANTS: dict[str, Make] = {
 
 
 def main(rounds: int = ROUNDS) -> None:
-    torch.set_num_threads(1)  # with two, a neighbour on the second core slows some rounds five times
+    torch.set_num_threads(1)  # with two threads, another process on the second core makes some rounds five times slower
     work = digits_work(MICRO_BATCH_SIZE)
     entries = {name: (make, work) for name, make in CONTESTANTS.items()}
     found = Comparison(entries, BY_HAND, rounds, WARMUP, GUESTS, has_peaks=False).run()

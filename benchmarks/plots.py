@@ -1,4 +1,4 @@
-"""Plots for the page of results: something against the number of micro-batches, a line a contestant."""
+"""Plots for RESULTS.md: a quantity over the number of micro-batches, one line per contestant."""
 
 import os
 import textwrap
@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 FOLDER = Path(__file__).parent / "plots"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
-"""Okabe and Ito's, which colour-blind readers can tell apart."""
+"""The palette of Okabe and Ito, which colour-blind readers can tell apart."""
 MARKERS = "os^DvPX"
 STYLE = {
     "axes.grid": True,
@@ -31,17 +31,17 @@ class Panel:
     title: str
     ylabel: str
     lines: dict[str, dict[int, float]]
-    """By name, a value for each number of micro-batches."""
+    """By name: a value for each number of micro-batches."""
     limits: dict[str, float] = field(default_factory=dict)
-    """Values that do not depend on it, drawn as dashed lines."""
+    """Values that do not depend on the number of micro-batches, drawn as dashed lines."""
     spreads: dict[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
-    """The quartiles of a line's values, drawn as a band."""
+    """The quartiles of a line, drawn as a band."""
     is_log: bool = False
-    """Up and down; to the right it always is."""
+    """Whether the y axis is logarithmic; the x axis always is."""
 
 
 def draw(path: str | os.PathLike[str], panels: Sequence[Panel], about: str) -> None:
-    """Writes an SVG with the panels side by side and below them what was measured where."""
+    """Writes an SVG with the panels side by side and a note on the measurement below them."""
     path = Path(path)
     path.parent.mkdir(exist_ok=True)
     with matplotlib.rc_context(STYLE):
@@ -54,12 +54,12 @@ def draw(path: str | os.PathLike[str], panels: Sequence[Panel], about: str) -> N
 
 
 def _draw(axes: Axes, panel: Panel, names: list[str]) -> None:
-    """A name looks the same in all panels."""
+    """Draws one panel. A name has the same colour and marker in all panels."""
     for name, points in panel.lines.items():
         number = names.index(name)
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
         nums, label = sorted(points), name.replace("`", "")
-        sizes = {"markersize": max(9 - 2 * number, 4), "linewidth": max(3.5 - number, 1.5)}  # lines may lie on lines
+        sizes = {"markersize": max(9 - 2 * number, 4), "linewidth": max(3.5 - number, 1.5)}  # lines may overlap
         axes.plot(nums, [points[num] for num in nums], color=colour, marker=marker, label=label, **sizes)
         if spread := panel.spreads.get(name):
             axes.fill_between(nums, *zip(*(spread[num] for num in nums), strict=True), color=colour, alpha=0.15, lw=0)

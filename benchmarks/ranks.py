@@ -1,4 +1,4 @@
-"""Several ranks: `torchrun --standalone --nproc-per-node 2 -m benchmarks.ranks`."""
+"""Measures windows on several ranks: `torchrun --standalone --nproc-per-node 2 -m benchmarks.ranks`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +16,7 @@ from .tables import RESULTS, about, markdown_table, write_table
 from .timing import compare, interleaved
 
 WIDTH, NUM_LAYERS = 1290, 12
-"""Twenty million parameters."""
+"""20 million parameters."""
 MICRO_BATCH_SIZE, NUM_MICRO_BATCHES = 1, 8
 ROUNDS, WARMUP = 15, 2
 EVERY = "DDP, reduced in every micro-batch"
@@ -50,7 +50,7 @@ def every_micro_batch(model: nn.Module, batch: Tensor) -> Step:
 
 
 def by_hand(model: Any, batch: Tensor) -> Step:
-    """All but the last micro-batch inside of no_sync, as torch's pages have it."""
+    """All but the last micro-batch inside `no_sync`, as in torch's documentation."""
     optimizer = sgd(model)
 
     def step() -> None:
@@ -118,7 +118,7 @@ def steps(batch: Tensor) -> dict[str, Step]:
 
 
 def together(step: Step) -> Step:
-    """All ranks begin at the same time, so that none is timed while it waits for another."""
+    """Starts all ranks at the same time, so that no rank's time includes waiting for another."""
 
     def run() -> None:
         dist.barrier()

@@ -1,4 +1,4 @@
-"""What a sharded model keeps during a window: `python -m benchmarks.ranks_memory`; the GPU stands for one of 8."""
+"""Measures the memory of a sharded model in a window, as one rank of 8: `python -m benchmarks.ranks_memory`."""
 
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +29,7 @@ def network() -> nn.Module:
 
 
 def measured(reduce: Any) -> tuple[int, int]:
-    """The bytes that are kept when the last micro-batch begins, and the most at any time."""
+    """The bytes in use when the last micro-batch begins, and the peak."""
     kept: list[int] = []
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def measured(reduce: Any) -> tuple[int, int]:
 def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     rows = []
-    with patch.object(Sharded, "_hand_out"):  # there is nobody to hand anything to
+    with patch.object(Sharded, "_hand_out"):  # there are no other ranks to send anything to
         for reduce in ("window", "micro_batch"):
             kept, peak = measured(reduce)
             rows.append((f'`reduce="{reduce}"`', mebibytes(kept), mebibytes(peak)))

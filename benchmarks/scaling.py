@@ -1,4 +1,4 @@
-"""Time and memory of one batch, cut into ever more micro-batches: `python -m benchmarks.scaling`."""
+"""Measures time and memory of one batch in more and more micro-batches: `python -m benchmarks.scaling`."""
 
 import sys
 
@@ -23,7 +23,7 @@ WAYS: dict[str, Make] = {
     "accelerate": by_accelerate,
 }
 Ratio = tuple[float, float, float]
-"""Median, lower and upper quartile."""
+"""Median, lower quartile, upper quartile."""
 COMMAND = "python -m benchmarks.scaling"
 
 
@@ -56,7 +56,7 @@ def timed(num_micro_batches: int, rounds: int) -> Found:
 
 
 def against_full(found: Found) -> dict[str, Ratio]:
-    """Of the time per step, full batch = 1; a guest's by way of the hand-written loop."""
+    """The time per step, full batch = 1. A guest was timed beside the hand-written loop and is derived from it."""
     full = compare(found.times, FULL)
     by_hand = full[BY_HAND].ratio
     own = {name: (one.ratio, one.low, one.high) for name, one in full.items()}

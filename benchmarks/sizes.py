@@ -1,11 +1,11 @@
-"""How large the models for a GPU are, in PyTorch and in JAX."""
+"""The sizes of the models for a GPU, in PyTorch and in JAX."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a transformer."""
+    """The size of a transformer."""
 
     layers: int
     width: int
@@ -13,7 +13,7 @@ class Size:
     length: int
     """Tokens of a text, or patches of an image."""
     classes: int
-    """The vocabulary, or the kinds of images."""
+    """The size of the vocabulary, or the number of image classes."""
 
 
 GPT2_SMALL = Size(layers=12, width=768, heads=12, length=1024, classes=50257)

@@ -1,4 +1,4 @@
-"""Tables in Markdown pages, written by the benchmark that measured them."""
+"""Writes tables into Markdown pages, and the line that says how they were measured."""
 
 import os
 import platform
@@ -15,19 +15,19 @@ PACKAGES = ("torch", "accelerate", "pytorch-lightning", "transformers")
 
 
 def write_table(path: str | os.PathLike[str], name: str, markdown: str) -> None:
-    """Replaces what stands between `<!-- name -->` and `<!-- /name -->`."""
+    """Replaces the text between `<!-- name -->` and `<!-- /name -->`."""
     path = Path(path)
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     text = path.read_text(encoding="utf-8")
     before, has_begin, rest = text.partition(begin)
     _, has_end, after = rest.partition(end)
     if not (has_begin and has_end):
-        raise ValueError(f"{path.name} has no place for the table: put the lines {begin} and {end} into it")
+        raise ValueError(f"{path.name} has no place for the table: add the lines {begin} and {end}")
     path.write_text(f"{before}{begin}\n{markdown.strip()}\n{end}{after}", encoding="utf-8")
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """The first column to the left, all others to the right."""
+    """A Markdown table with the first column aligned left and all others right."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
@@ -40,7 +40,7 @@ def about(
     at: str | None = None,
     command: str | None = None,
 ) -> str:
-    """One line for "measured on": the device, the CPU, the versions of what is installed, the commit, the command."""
+    """Says how a table was measured: device, CPU, versions of installed packages, commit, command."""
     cores = cores or len(os.sched_getaffinity(0))
     parts = [
         *([device] if device else []),
@@ -66,7 +66,7 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit of the library that is measured, and of what measures it."""
+    """The commit of the library and the benchmark; notes changes that are not committed."""
     found = _git("rev-parse", "--short", "HEAD")
     return f"{found} with changes" if _git("status", "--porcelain", "--", "../bigbatch", "*.py") else found
 

@@ -1,4 +1,4 @@
-"""TensorFlow: what a window costs beside the full batch and beside others: `python -m benchmarks.tensorflow`."""
+"""Compares a window in TensorFlow with the full batch and other tools: `python -m benchmarks.tensorflow`."""
 
 import os
 
@@ -25,7 +25,7 @@ from .timing import compare, interleaved, several
 ROUNDS = 40
 WARMUP = 2
 STEPS = 25
-"""In a turn."""
+"""The steps of one turn."""
 BATCH_SIZE, MICRO_BATCH_SIZE = 256, 32
 FULL = "full batch, one `tf.function`"
 OURS = "bigbatch, `step(batch)`"
@@ -48,7 +48,7 @@ def loss(model: Any, batch: Any) -> Any:
 
 
 def micro_batches(batch: Any) -> list[Any]:
-    """As a dataset would hand them over: cut before anything is timed, since cutting outside of a graph is slow."""
+    """Micro-batches as from a dataset: cut before anything is timed, because cutting outside a graph is slow."""
     return [tuple(t[k : k + MICRO_BATCH_SIZE] for t in batch) for k in range(0, BATCH_SIZE, MICRO_BATCH_SIZE)]
 
 
@@ -120,7 +120,7 @@ def by_keras(model: Any, batch: Any) -> Callable[[], Any]:
 
 
 def by_gradient_accumulator(model: Any, batch: Any) -> Callable[[], Any]:
-    """Its train_step, compiled as `fit` compiles it."""
+    """gradient-accumulator's train_step, compiled as `fit` compiles it."""
     from gradient_accumulator import GradientAccumulateModel
 
     num = BATCH_SIZE // MICRO_BATCH_SIZE
@@ -149,7 +149,7 @@ CONTESTANTS = {
 
 
 def assert_same_update(batch: Any) -> None:
-    """One step of each from the same start must lead to the same weights, and away from the start."""
+    """Asserts that one step from the same start leads to the same weights, and that the weights change."""
     start = mlp().get_weights()
     ends = {}
     for name, make in CONTESTANTS.items():
@@ -177,7 +177,7 @@ def time_table(rounds: int) -> str:
 
 
 def peak_of(way: str) -> int:
-    """The largest resident set of a fresh process that trains a few steps, less what it had before, in bytes."""
+    """The growth of the largest resident set of a fresh process that trains a few steps, in bytes."""
     command = [sys.executable, "-m", "benchmarks.tensorflow", "peak", way]
     return int(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]))
 
@@ -189,7 +189,7 @@ def peak(way: str) -> int:
     batch = (tf.random.normal([512, 64, 256]), tf.random.uniform([512], 0, 10, tf.int64))
     optimizer = keras.optimizers.SGD(0.1)
     step = plain_step(model, optimizer) if way == "full" else Accumulator(model, optimizer, loss, 32).step
-    step(tuple(t[:8] for t in batch))  # what is made once is there before
+    step(tuple(t[:8] for t in batch))  # memory allocated only once does not count
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(3):
         step(batch)

@@ -1,4 +1,4 @@
-"""Times that can be compared: all contestants in one process, taking turns in random order."""
+"""Comparable times: all contestants run in one process and take turns in random order."""
 
 import random
 import statistics
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Summary:
-    """A contestant against the reference: the median time, and the ratios of each round."""
+    """A contestant compared with the reference: the median time, and the ratios round by round."""
 
     seconds: float
     ratio: float
@@ -23,7 +23,7 @@ class Summary:
 def interleaved(
     functions: dict[str, Callable[[], Any]], rounds: int, warmup: int, wait: Callable[[], Any] = lambda: None
 ) -> dict[str, list[float]]:
-    """The seconds that each function took in each round."""
+    """The seconds of each function in each round."""
     turns = Turns(functions, rounds, warmup, wait=wait)
     for _ in turns:
         pass
@@ -32,14 +32,14 @@ def interleaved(
 
 @dataclass
 class Turns:
-    """Runs every function once a round, in an order drawn anew each round; the warm-up rounds are not kept.
+    """Runs every function once per round, in a new random order each round. Warm-up rounds are not recorded.
 
-    A framework that owns the training loop cannot be called for one window. It can be fed one: `guest` is
-    its name and a function that gives the micro-batches of a window, and the framework iterates over this
-    object. Between the guest's windows the others have their turns. The guest's time runs from the request
-    for its window's first micro-batch to the request after its last.
+    A framework that owns the training loop cannot be called for one window, but it can be fed one. `guest` is its
+    name and a function that returns the micro-batches of a window; the framework iterates over this object. Between
+    the guest's windows the others take their turns. The guest's time runs from the request for the first micro-batch
+    of its window to the request after the last.
 
-    `wait` waits until a device is done, before and at the end of every turn.
+    `wait` waits until the device is done, before each turn and at its end.
     """
 
     functions: dict[str, Callable[[], Any]]
@@ -67,7 +67,7 @@ class Turns:
 
 
 def several(step: Callable[[], Any], num: int) -> Callable[[], None]:
-    """A turn of several steps: training makes one after the other, and the first after another's turn is slower."""
+    """A turn of several steps. The first step after another contestant is slower, and training makes many in a row."""
 
     def steps() -> None:
         for _ in range(num):
@@ -77,7 +77,7 @@ def several(step: Callable[[], Any], num: int) -> Callable[[], None]:
 
 
 def compare(times: dict[str, list[float]], reference: str) -> dict[str, Summary]:
-    """Each contestant against the reference, round by round: what slows a whole round cancels out."""
+    """Compares each contestant with the reference, round by round: a slow round affects both and cancels out."""
     summaries = {}
     for name, own in times.items():
         ratios = [a / b for a, b in zip(own, times[reference], strict=True)]

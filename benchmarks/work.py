@@ -1,4 +1,4 @@
-"""What all contestants of a table do: the same steps, from the same start, on the same batch."""
+"""The work of all contestants in a table: the same steps, from the same start, on the same batch."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,19 +12,19 @@ from torch.optim import AdamW, Optimizer
 Batch = tuple[Tensor, ...]
 Step = Callable[[], Any]
 TOLERANCES = {None: 1e-5, "bf16": 5e-2}
-"""How far apart two updates may be, relatively: sums of float32, and of what was rounded to bfloat16."""
+"""The allowed relative error of an update: for float32 sums, and for values rounded to bfloat16."""
 
 
 @dataclass(frozen=True)
 class Work:
     model: Callable[[], nn.Module]
-    """Makes one, the same every time."""
+    """Creates the model, the same every time."""
     loss: Callable[[nn.Module, Batch], Tensor]
     batch: Batch
     micro_batch_size: int
     optimizer: Callable[[nn.Module], Optimizer]
     device: str = "cpu"
-    """Of the model; the batch may be elsewhere."""
+    """The device of the model; the batch may be elsewhere."""
     precision: str | None = None
 
     @property
@@ -43,21 +43,21 @@ def adamw(model: nn.Module) -> Optimizer:
 
 
 def plain_adamw(model: nn.Module) -> Optimizer:
-    """The same optimizer, but its first update is nearly the gradient itself, so that a wrong scale is seen."""
+    """The same optimizer, but its first update is nearly the gradient itself, so that a wrong scale shows."""
     return AdamW(model.parameters(), lr=1.0, eps=1.0, weight_decay=0.0, fused=True)
 
 
 def update_of(step_once: Callable[[nn.Module, Work], Any], work: Work) -> Tensor:
-    """By how much one step changes the parameters."""
+    """The change of the parameters in one step, as one vector."""
     work = replace(work, optimizer=plain_adamw)
     model = work.model()
     before = flat(model)
     step_once(model, work)
-    return flat(model).to(before.device) - before  # Lightning leaves a model on the CPU
+    return flat(model).to(before.device) - before  # Lightning moves the model back to the CPU
 
 
 def update_error(update: Tensor, expected: Tensor, name: str, precision: str | None) -> float:
-    """How far the update is from the expected one, relatively; raises where that is too far."""
+    """The relative error of the update; raises AssertionError if it is too large."""
     error = float((update - expected).norm() / expected.norm())
     if not error <= TOLERANCES[precision]:
         raise AssertionError(f"{name}: the first update is {error:.1e} away, {TOLERANCES[precision]:.0e} is allowed")

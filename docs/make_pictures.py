@@ -1,4 +1,4 @@
-"""Makes the pictures of command-line.md: `python docs/make_pictures.py` (needs Chromium)."""
+"""Creates the pictures of command-line.md: `python docs/make_pictures.py` (needs Chromium)."""
 
 import io
 import os
@@ -18,7 +18,7 @@ WIDTH = 118
 
 
 def in_a_terminal(command: list[str]) -> str:
-    """What the command leaves in a terminal, with colours."""
+    """Runs a command in a terminal and returns what it shows, with colours."""
     found = bytearray()
 
     def read(descriptor: int) -> bytes:
@@ -30,7 +30,7 @@ def in_a_terminal(command: list[str]) -> str:
     os.environ.update(COLUMNS=str(WIDTH), TERM="xterm-256color", PATH=path)
     assert pty.spawn(command, read) == 0
     text = found.decode().replace("\r\n", "\n")
-    text = re.sub(r"[^\n]*\r\x1b\[2K", "", text)  # a bar is drawn over the one before
+    text = re.sub(r"[^\n]*\r\x1b\[2K", "", text)  # each progress bar overwrites the last
     return re.sub(r"\x1b\[\?\d+[hl]", "", text)
 
 

@@ -1,7 +1,7 @@
-"""Handwritten digits, trained twice: with the full batch, and in micro-batches a twelfth of its size.
+"""Trains on handwritten digits twice: with the full batch, and in micro-batches of a twelfth of its size.
 
-The loss histories agree to the last digit shown and the weights to rounding; the activations of one micro-batch
-are all that has to fit into memory.
+The loss histories agree to the last digit shown, and the weights agree up to rounding. Only the activations of one
+micro-batch must fit into memory.
 """
 
 import torch
@@ -17,7 +17,7 @@ MICRO_BATCH_SIZE = 32
 EPOCHS = 15
 
 images, classes = load_digits(return_X_y=True)
-x = torch.tensor(images / 16.0).unflatten(1, (1, 8, 8))  # float64: what is left of a difference is rounding
+x = torch.tensor(images / 16.0).unflatten(1, (1, 8, 8))  # float64, so that any difference is rounding
 y = torch.tensor(classes)
 torch.manual_seed(0)
 held_out = torch.rand(len(x)) < 1 / 6
@@ -42,15 +42,15 @@ def train(micro_batch_size: int) -> tuple[nn.Module, History]:
     accumulator = Accumulator(model, optimizer, loss, micro_batch_size=micro_batch_size, clip_norm=1.0)
     history = History()
     for _ in range(EPOCHS):
-        order = torch.randperm(len(x_train))  # seeded by make_model, so the same in both runs
-        for rows in order.split(BATCH_SIZE):  # the last batch of an epoch is smaller, and does not divide
+        order = torch.randperm(len(x_train))  # make_model sets the seed, so both runs have the same order
+        for rows in order.split(BATCH_SIZE):  # the last batch of an epoch is smaller and does not divide evenly
             history.append(accumulator.step((x_train[rows], y_train[rows])))
         history.end_epoch()
     return model, history
 
 
 def train_full() -> tuple[nn.Module, list[float]]:
-    """The plain loop, with nothing of bigbatch in it."""
+    """The plain loop, without bigbatch."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []

@@ -1,4 +1,4 @@
-"""Handwritten digits with Equinox: the gradient of a module's arrays, a batch of 384 in micro-batches of 32."""
+"""Trains on handwritten digits with Equinox: a batch of 384 in micro-batches of 32."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""Handwritten digits with Flax Linen, fed one micro-batch of 32 at a time: twelve of them make a step."""
+"""Trains on handwritten digits with Flax Linen, one micro-batch of 32 at a time and a step every twelve."""
 
 import jax
 import optax

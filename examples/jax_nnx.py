@@ -1,4 +1,4 @@
-"""Handwritten digits with Flax NNX: a batch of 384 in micro-batches of 32, with the dropout of the full batch."""
+"""Trains on handwritten digits with Flax NNX: 384 samples in micro-batches of 32, with the full batch's dropout."""
 
 import jax
 import optax
@@ -15,7 +15,7 @@ graph, params = nnx.split(model)
 state = optimizer.init(params)
 
 
-def loss(params, batch, keys):  # with a key for each sample
+def loss(params, batch, keys):  # one key per sample
     logits = jax.vmap(lambda x, key: nnx.merge(graph, params)(x, rngs=key))(batch[0], keys)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 

@@ -1,4 +1,4 @@
-"""Handwritten digits with JAX and optax: the gradient of a batch of 384, in the memory of a micro-batch of 32."""
+"""Trains on handwritten digits with JAX and optax: a batch of 384 in the memory of a micro-batch of 32."""
 
 import jax
 import optax

@@ -1,4 +1,4 @@
-"""Handwritten digits with Keras: `fit` on the full batch, `fit` in micro-batches, and what Keras itself offers.
+"""Trains on handwritten digits with Keras: on the full batch, in micro-batches, and with Keras's own accumulation.
 
 Runs on every backend: KERAS_BACKEND=tensorflow, jax or torch.
 """
@@ -31,7 +31,7 @@ def make_model() -> keras.Model:
 
 
 def fit(model: keras.Model, batch_size: int, **options: int) -> list[float]:
-    """The loss of each epoch. The last batch is smaller than the others, and does not divide."""
+    """Trains, and returns the loss of each epoch. The last batch is smaller and does not divide evenly."""
     model.compile(
         keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=1.0, **options),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -41,7 +41,7 @@ def fit(model: keras.Model, batch_size: int, **options: int) -> list[float]:
 
 
 def gap(ours: keras.Model, full: keras.Model) -> float:
-    """How far apart the weights are, relative to the full batch's."""
+    """The largest relative difference of the weights from those of the full batch."""
     pairs = zip(ours.get_weights(), full.get_weights(), strict=True)
     return float(max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs))
 

@@ -1,6 +1,6 @@
-"""Handwritten digits with a GradientTape loop of one's own: micro-batches of 32, a step every 12 of them.
+"""Trains on handwritten digits in a loop with a GradientTape: micro-batches of 32, and a step every 12.
 
-The same training with the full batch leads to the same weights.
+Training with the full batch gives the same weights.
 """
 
 import os
@@ -58,7 +58,7 @@ def train_accumulated() -> keras.Model:
 
 
 def train_full() -> keras.Model:
-    """The plain loop, with nothing of bigbatch in it."""
+    """The plain loop, without bigbatch."""
     model = make_model()
     optimizer = keras.optimizers.Adam(1e-2)
     size = MICRO_BATCH_SIZE * ACCUMULATION_STEPS

@@ -1,6 +1,6 @@
-"""Handwritten digits on two replicas: each cuts its part of the batch, and gradients are added up once a step.
+"""Trains on handwritten digits with two replicas. Each cuts its part of the batch; gradients are reduced once per step.
 
-The replicas here are two logical CPUs; with GPUs it is `tf.distribute.MirroredStrategy()`.
+The replicas here are two logical CPUs. With GPUs, use `tf.distribute.MirroredStrategy()`.
 """
 
 import os
@@ -38,7 +38,7 @@ with strategy.scope():
 
 data = tf.data.Dataset.from_tensor_slices((x_train, y_train)).batch(BATCH_SIZE)
 for epoch in range(EPOCHS):
-    for batch in strategy.experimental_distribute_dataset(data):  # the last batch does not divide
+    for batch in strategy.experimental_distribute_dataset(data):  # the last batch does not divide evenly
         step = accumulator.step(batch)
     size = f"{step.weight:.0f} samples in {step.num_micro_batches} micro-batches"
     print(f"epoch {epoch + 1:2}: loss of the last batch {step.loss:.4f}, {size}")

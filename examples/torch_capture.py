@@ -1,6 +1,6 @@
-"""Python's help texts, byte by byte: the batch stays on the host, and passes are captured where there is a GPU.
+"""Trains on Python's help texts, byte by byte. The batch stays in host memory; on a GPU, passes become CUDA graphs.
 
-Rows have different lengths, so the loss is a mean over bytes, and `weight` says how many there are.
+Rows have different lengths, so the loss is a mean over bytes, and `weight` returns the number of bytes.
 """
 
 from pydoc_data.topics import topics
@@ -44,7 +44,7 @@ torch.manual_seed(0)
 model = Model().to(device)
 accumulator = Accumulator(
     model,
-    torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),  # leaves a step out by itself: the host never waits
+    torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),  # skips a bad step by itself: the host never waits
     loss,
     micro_batch_size=64,
     weight=lambda batch: (batch[1] != IGNORED).sum(),

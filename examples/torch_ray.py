@@ -1,7 +1,7 @@
-"""Handwritten digits on two workers of Ray Train, one of which has twice the data of the other.
+"""Trains on handwritten digits with two workers of Ray Train. One worker has twice the data of the other.
 
-Each worker cuts its own batches into micro-batches, and gradients are added up once a step. A worker that has run
-out of data takes part in the steps of the other. The weights are those of one process that trains on all batches.
+Each worker cuts its own batches into micro-batches, and gradients are reduced once per step. A worker without data
+takes part in the steps of the other. The weights are those of one process that trains on all batches.
 """
 
 import os
@@ -9,7 +9,7 @@ import tempfile
 from itertools import zip_longest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")  # how often reports are fetched: else every 2 s
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")  # how often Ray fetches reports; by default every 2 s
 
 import ray
 import torch
@@ -30,13 +30,13 @@ Batch = tuple[Tensor, Tensor]
 def digits() -> Batch:
     images, classes = load_digits(return_X_y=True)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    return torch.tensor(images / 16.0)[order], torch.tensor(classes)[order]  # float64: what is left is rounding
+    return torch.tensor(images / 16.0)[order], torch.tensor(classes)[order]  # in float64 any difference is rounding
 
 
 def batches_of(rank: int) -> list[Batch]:
     start = sum(SHARES[:rank])
     x, y = (part[start : start + SHARES[rank]].split(BATCH_SIZE) for part in digits())
-    return list(zip(x, y, strict=True))  # six for one worker, three for the other; the last ones are short
+    return list(zip(x, y, strict=True))  # six for one worker, three for the other; the last of each is short
 
 
 def begin() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -60,7 +60,7 @@ def train_worker() -> None:
         for batch in batches:
             step = accumulator.step(batch)
             history.append(step)
-        accumulator.flush()  # on every worker: takes part in the steps of those that still have data
+        accumulator.flush()  # on every worker: takes part in the steps of workers that still have data
         history.end_epoch()
         with tempfile.TemporaryDirectory() as folder:
             torch.save(model.module.state_dict(), f"{folder}/{rank}.pt")
@@ -68,13 +68,13 @@ def train_worker() -> None:
 
 
 def train_alone() -> nn.Module:
-    """The plain loop in one process, with nothing of bigbatch or Ray in it."""
+    """The plain loop in one process, without bigbatch and Ray."""
     model, optimizer = begin()
     shares = [batches_of(rank) for rank in range(len(SHARES))]
     for _ in range(EPOCHS):
         for parts in zip_longest(*shares):
             optimizer.zero_grad()
-            x, y = map(torch.cat, zip(*filter(None, parts), strict=True))  # what the workers have, as one batch
+            x, y = map(torch.cat, zip(*filter(None, parts), strict=True))  # the batches of all workers as one
             loss(model, (x, y)).backward()
             optimizer.step()
     return model

@@ -29,11 +29,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "bigbatch"
 PAGE = ROOT / "docs" / "architecture.md"
 SUFFIXES = {".py", ".jinja"}
-DIVISIONS = re.compile(
-    r"divide_no_nan\("  # TensorFlow's w / W
-    r"|\bw / t\b|/ (jnp\.where\(\w+ == 0, 1|count\b|whole\b|total\b|total_weight\b|size\b(?! \*)|divisor\b)"
-    r"|/ _divisor\("
-)
+TOTALS = {"total", "totals", "total_weight", "weight", "weights", "w", "t", "whole", "count", "counts", "size"}
+TOTALS |= {"num_samples", "num_tokens", "nums", "divisor", "reference"}
+DIVIDE = {"divide", "divide_no_nan", "div", "div_", "_foreach_div", "_foreach_div_", "true_divide", "truediv"}
+OTHER_DIVISIONS = {
+    ("torch/distributed/fsdp.py", "total / self.size"): "self.size is the number of ranks",
+}
 
 
 def sources(folder: Path = PACKAGE) -> list[Path]:
@@ -66,6 +67,46 @@ def unused_public_names() -> list[str]:
             if not name.startswith("_") and not any(name in words[other] for other in texts if other != path):
                 found.append(f"{path.relative_to(PACKAGE)}:{name}")
     return found
+
+
+def divisions(source: str) -> list[str]:
+    """Every expression that divides by a total weight, as its name or the name of a function call says.
+
+    A norm divided by a norm is none: `distance_norm / total`.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            dividend, divisor = node.left, node.right
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+            dividend, divisor = node.target, node.value
+        elif isinstance(node, ast.Call) and node.args and _names(node.func) & DIVIDE:
+            dividend, divisor = node.args[0], node.args[-1]  # x.div(total) has one argument
+        else:
+            continue
+        is_norm = any("norm" in name for name in _names(dividend))
+        is_guarded = isinstance(node, ast.Call) and "divide_no_nan" in _names(node.func)  # what else would it be for
+        if is_guarded or (not is_norm and TOTALS & {name.lstrip("_") for name in _names(divisor)}):
+            found.append(ast.unparse(node))
+    return found
+
+
+def places_that_divide() -> list[str]:
+    """The divisions by a total weight in the package, with their files; there should be one, in core/weight.py."""
+    return [
+        f"{name}: {text}"
+        for path in sources()
+        if path.suffix == ".py"
+        for name in [path.relative_to(PACKAGE).as_posix()]
+        for text in divisions(path.read_text())
+        if (name, text) not in OTHER_DIVISIONS
+    ]
+
+
+def _names(tree: ast.AST) -> set[str]:
+    """All names in an expression: variables, attributes, and functions that it calls."""
+    nodes = list(ast.walk(tree))
+    return {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
 
 
 def top_level_names(tree: ast.Module) -> Iterator[str]:
@@ -146,6 +187,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
     yield "the same for three `micro_batch()` blocks that fill a window", "21 / 263", fed
     yield "inheritance depth of `Accumulator`", "4", str(depth(Accumulator))
     yield "lines of `bigbatch/` that are not blank", "16,976", f"{num_lines():,}"
+    yield "places that compute w / W", "25", str(len(places_that_divide()))
     yield "files that mention `clip_norm` / `on_nonfinite`", "15 / 13", f"{clip} / {policy}"
     yield "public top-level names that no other module uses", "263", str(len(unused_public_names()))
 
@@ -186,10 +228,13 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write docs/architecture.md")
     parser.add_argument("--trace", action="store_true", help="print the files that a step passes through")
     parser.add_argument("--names", action="store_true", help="print the public names that no other module uses")
+    parser.add_argument("--divisions", action="store_true", help="print the places that divide by a total weight")
     options = parser.parse_args()
     if options.trace:
         for name, calls in torch_walks().items():
             print(f"{name}:", *calls, sep="\n  ")
+    if options.divisions:
+        print(*places_that_divide(), sep="\n")
     if options.names:
         print(*unused_public_names(), sep="\n")
     print(table())

@@ -35,8 +35,8 @@ RESULTS = ROOT / "build" / "mutations.json"
 TABLE = ROOT / "tests" / "mutations.md"
 HEAD = """# Planted bugs
 
-Written by `python -m tests.mutations`. `make test-all` runs only for bugs that `make test` misses; "as left" means that
-it was not run, because it has the test that `make test` failed.
+Each row is a one-line bug that `python -m tests.mutations` plants in a copy of the code. `make test-all` has all
+tests of `make test`, so it runs only for bugs that `make test` misses; "same" means that it was not run.
 """
 OLD = 1_000_000_000  # 2001: no file of the copy is newer than .venv, so make installs nothing into it
 
@@ -151,26 +151,26 @@ tensorflow: the optimizer adds the reduced gradient up again | tensorflow/optimi
 - inner._all_reduce_sum_gradients = list
 + inner._all_reduce_sum_gradients = inner._all_reduce_sum_gradients
 jax: the tail counts as much as a full micro-batch | jax/window.py | test-jax
-- count = weights[0] if weights else size / self.size
-+ count = weights[0] if weights else 1
+- count = share(weights[0], self._unit)
++ count = share(weights[0], self._unit) if self.spec.weight else 1
 jax: gradients add up in the dtype of the parameter | jax/window.py | test-jax
-- dtype = self.window.accumulate_dtype or jnp.promote_types(parameter.dtype, jnp.float32)
-+ dtype = self.window.accumulate_dtype or parameter.dtype
+- dtype = self.spec.accumulate_dtype or jnp.promote_types(parameter.dtype, jnp.float32)
++ dtype = self.spec.accumulate_dtype or parameter.dtype
 jax: loss and weight are not reduced over devices | jax/window.py | test-jax
-- *(lax.psum(sums[1:], self.axes) if self.axes else sums[1:]))
-+ *sums[1:])
+- return _Sums(gradient, *add_up(sums[1:], self.axes))
++ return _Sums(gradient, *sums[1:])
 jax: the number of devices is 1 | jax/window.py | test-jax
-- num_devices = lax.axis_size(self.axes) if self.axes else 1
-+ num_devices = 1
+- return int(lax.axis_size(self.axes)) if self.axes else 1
++ return 1
 jax: every micro-batch draws the same random numbers | jax/keys.py | test-jax
 - key = jax.random.fold_in(key, number)
 + key = jax.random.fold_in(key, 0)
 jax: multi_steps does not zero its sums between windows | jax/multi_steps.py | test-jax
-- lambda old: jnp.where(is_going_on, old, jnp.zeros_like(old)), (
+- lambda old: jnp.where(is_open, old, jnp.zeros_like(old)), (
 + lambda old: old, (
 jax: multi_steps divides by the number of micro-batches | jax/multi_steps.py | test-jax
-- divisor = _divisor(window.weight, reduction)
-+ divisor = window.micro_step + 1
+- return (sums if reduction == "sum" else share(sums, window.weight, jnp.where)).astype(gradient.dtype)
++ return (sums if reduction == "sum" else share(sums, window.micro_step + 1, jnp.where)).astype(gradient.dtype)
 jax: multi_steps applies a gradient that is not finite | jax/multi_steps.py | test-jax
 - is_applied &= _is_finite(gradient)
 + is_applied &= True
@@ -380,7 +380,7 @@ def table(mutations: list[Mutation], results: dict[str, Any]) -> str:
     tried = [(m.name, results[m.name]["test"], results[m.name]["all"]) for m in mutations if m.name in results]
     for name, quick, thorough in tried:
         by = (quick or thorough or "").replace("|", "\\|")
-        kinds = ("caught", "as left") if quick else ("**no**", "caught" if thorough else "**no**")
+        kinds = ("caught", "same") if quick else ("**no**", "caught" if thorough else "**no**")
         lines.append(f"| {name} | {' | '.join(kinds)} | {by} |")
     nums = f"{sum(bool(q) for _, q, _ in tried)} | {sum(bool(q or t) for _, q, t in tried)}"
     return "\n".join([*lines, f"| {len(tried)} of {len(mutations)} tried | {nums} | |"])

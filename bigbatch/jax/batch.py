@@ -1,4 +1,4 @@
-"""What a loss is called with: which arguments are parameters, which are cut, which go whole."""
+"""The arguments of a loss: which are parameters, which are cut, which are passed whole; and `pad`."""
 
 import enum
 import types
@@ -11,97 +11,108 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import JAXSparse
 
+from ..core.batch import shared_size
 from ..core.errors import BatchError, OptionError, WeightError
+from ..core.options import positive
 from ..core.weight import as_plain, check_weight, is_number
 
-Role = Literal["rows", "key", "whole", "static"]
+_Role = Literal["rows", "key", "whole", "static"]
+_NO_NUMBERS = ("U", "S", "O")  # kinds of NumPy arrays that JAX cannot hold: strings, objects
+_PLAIN = (str, bytes, bool, int, float, complex)
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType, np.dtype, enum.Enum)
 
 
 class Arrays(NamedTuple):
-    """The arrays among the arguments, apart from the parameters."""
+    """The arrays among the arguments, without the parameters."""
 
     rows: list[Any]
-    """Those that have one row for each sample, and are cut."""
+    """Those with a row for each sample, which are cut."""
     keys: list[Any]
     """PRNG keys; each micro-batch gets its own."""
     whole: list[Any]
-    """Those that every micro-batch gets as they are."""
+    """Those that are passed whole to every micro-batch."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """All that is known of the arguments without their arrays. Equal forms can share one compiled function."""
+    """The arguments without their arrays. Calls with equal forms share one compiled function.
+
+    Args:
+        structure: The structure of the arguments as a pytree; parameters are None in it.
+        roles: What is done with each leaf.
+        statics: The leaves that are not arrays.
+        argnums: Which arguments are parameters.
+        batch_argnums: Which arguments are cut.
+    """
 
     structure: Any
-    roles: tuple[Role, ...]
-    statics: tuple["Static", ...]
+    roles: tuple[_Role, ...]
+    statics: tuple["_Static", ...]
     argnums: tuple[int, ...]
     batch_argnums: tuple[int, ...]
 
     def bind(self, parameters: tuple[Any, ...], arrays: Arrays) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments to call the loss with."""
+        """The arguments to call the loss with."""
         args, kwargs = self.fill(arrays)
         for number, parameter in zip(self.argnums, parameters, strict=True):
             args[number] = parameter
         return tuple(args), kwargs
 
     def fill(self, arrays: Arrays) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments, without the parameters."""
-        left = {role: iter(getattr(arrays, name)) for role, name in NAMES.items()}
-        left["static"] = (static.value for static in self.statics)
+        """The arguments, with None for parameters."""
+        left: dict[_Role, Any] = {
+            "rows": iter(arrays.rows),
+            "key": iter(arrays.keys),
+            "whole": iter(arrays.whole),
+            "static": (static.value for static in self.statics),
+        }
         args, kwargs = jax.tree.unflatten(self.structure, [next(left[role]) for role in self.roles])
         return args, kwargs
 
-    def leaves(self, arrays: Arrays) -> list[tuple[Any, Role, Any]]:
-        """Where each leaf of the arguments is, its role, and itself."""
+    def leaves(self, arrays: Arrays) -> list[tuple[Any, _Role, Any]]:
+        """The path of each leaf of the arguments, its role, and the leaf."""
         leaves = jax.tree.leaves_with_path(self.fill(arrays), is_leaf=lambda leaf: isinstance(leaf, JAXSparse))
         return [(path, role, leaf) for (path, leaf), role in zip(leaves, self.roles, strict=True)]
 
     def batch(self, arrays: Arrays) -> tuple[Any, ...]:
-        """The arguments that are cut, in their order."""
+        """The arguments that are cut, in order."""
         args, _ = self.bind((None,) * len(self.argnums), arrays)
         return tuple(args[number] for number in self.batch_argnums)
 
 
-NAMES: dict[Role, str] = {"rows": "rows", "key": "keys", "whole": "whole"}
-NO_NUMBERS = ("U", "S", "O")  # kinds of NumPy arrays that JAX cannot hold: strings, objects
-PLAIN = (str, bytes, bool, int, float, complex)
-NAMED = (type, types.FunctionType, types.BuiltinFunctionType, np.dtype, enum.Enum)
-
-
 @dataclass(frozen=True)
-class Static:
-    """An argument that is no array; two are equal only if no loss can tell them apart, and 1, 1.0 and True can be."""
+class _Static:
+    """An argument that is not an array. Two are equal only if no loss can tell them apart; 1, 1.0 and True differ."""
 
     value: Any = field(compare=False)
     key: Any
 
     @classmethod
-    def of(cls, value: Any) -> "Static":
-        if isinstance(value, PLAIN):
+    def of(cls, value: Any) -> "_Static":
+        if isinstance(value, _PLAIN):
             return cls(value, (type(value), repr(value)))  # not by value: 0.0 equals -0.0, and nothing equals NaN
-        return cls(value, value if isinstance(value, NAMED) else Unhashable)
+        return cls(value, value if isinstance(value, _NAMED) else _Unhashable)
 
     def __hash__(self) -> int:
-        if self.key is Unhashable:
-            raise TypeError(f"a {type(self.value).__name__} may change, so no compiled function can be kept for it")
+        if self.key is _Unhashable:
+            raise TypeError(f"a {type(self.value).__name__} may change, so no compiled function is kept for it")
         return hash(self.key)
 
 
-class Unhashable:
-    """Stands for what may change between two calls."""
+class _Unhashable:
+    """The key of an argument that may change between two calls."""
 
 
 def take_apart(
     args: Sequence[Any], kwargs: dict[str, Any], argnums: tuple[int, ...], batch_argnums: tuple[int, ...] | None
 ) -> tuple[Form, tuple[Any, ...], Arrays]:
-    """The form of a call, its parameters and its other arrays.
+    """Splits the arguments of a call into their form, the parameters and the other arrays.
 
-    The batch is every positional argument that is no parameter, or those that `batch_argnums` names. Keyword
-    arguments go whole, and so does what has no axis.
+    The batch is every positional argument that is not a parameter, or those that `batch_argnums` names. Keyword
+    arguments and scalars are passed whole.
     """
-    argnums = counted("argnums", argnums, len(args))
-    batch_argnums = None if batch_argnums is None else counted("batch_argnums", batch_argnums, len(args))
+    argnums = _from_0("argnums", argnums, len(args))
+    batch_argnums = None if batch_argnums is None else _from_0("batch_argnums", batch_argnums, len(args))
     others = [None if number in argnums else arg for number, arg in enumerate(args)]
     leaves, structure = jax.tree.flatten_with_path((others, kwargs), is_leaf=lambda leaf: isinstance(leaf, JAXSparse))
 
@@ -109,40 +120,40 @@ def take_apart(
         number = path[1].idx if path[0].idx == 0 else None
         return number is not None and (batch_argnums is None or number in batch_argnums)
 
-    roles = tuple(role_of(path, leaf, is_cut=is_cut(path)) for path, leaf in leaves)
-    found: dict[Role, list[Any]] = {role: [] for role in ("rows", "key", "whole", "static")}
+    roles = tuple(_role_of(path, leaf, is_cut=is_cut(path)) for path, leaf in leaves)
+    found: dict[_Role, list[Any]] = {role: [] for role in ("rows", "key", "whole", "static")}
     for (_, leaf), role in zip(leaves, roles, strict=True):
         found[role].append(leaf)
-    named = [(path, leaf) for (path, leaf), role in zip(leaves, roles, strict=True) if role == "rows"]
-    if not named:
+    paths = [path for (path, _), role in zip(leaves, roles, strict=True) if role == "rows"]
+    if not paths:
         raise BatchError(
             "the loss was called without an array that can be cut: pass the batch by position, after the parameters; "
-            "an object that is no pytree has to be registered with jax.tree_util.register_dataclass"
+            "register your own classes with jax.tree_util.register_dataclass"
         )
-    size = check_rows([(name_of(path), leaf) for path, leaf in named])
+    size = _check_rows(list(zip(map(name_of, paths), found["rows"], strict=True)))
     for (path, leaf), role in zip(leaves, roles, strict=True):
         if role == "key" and is_cut(path) and leaf.shape == (size,):
             raise OptionError(
                 f"{name_of(path)}, {size} unsigned integers beside a batch of {size} samples, may be a key or labels: "
                 "make keys with jax.random.key(), or labels of a signed type"
             )
-    cut = tuple(sorted({path[1].idx for path, _ in named}))
-    statics = tuple(Static.of(leaf) for leaf in found["static"])
+    cut = tuple(sorted({path[1].idx for path in paths}))
+    statics = tuple(_Static.of(leaf) for leaf in found["static"])
     form = Form(structure, roles, statics, argnums, cut)
     return form, tuple(args[number] for number in argnums), Arrays(found["rows"], found["key"], found["whole"])
 
 
-def role_of(path: Any, leaf: Any, *, is_cut: bool) -> Role:
+def _role_of(path: Any, leaf: Any, *, is_cut: bool) -> _Role:
     if isinstance(leaf, JAXSparse):
         if is_cut:
             raise BatchError("a sparse array cannot be cut: pass a dense one, or pass it whole, by keyword")
         return "whole"
-    if not isinstance(leaf, jax.Array | np.ndarray | np.generic) or getattr(leaf.dtype, "kind", "") in NO_NUMBERS:
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic) or getattr(leaf.dtype, "kind", "") in _NO_NUMBERS:
         return "static"
     if is_typed_key(leaf):
         return "rows" if is_cut and np.ndim(leaf) else "key"
-    if is_raw_key(leaf):
-        if is_called_key(path):
+    if _is_raw_key(leaf):
+        if _is_named_key(path):
             return "key"
         if not is_cut:
             raise OptionError(
@@ -156,22 +167,22 @@ def is_typed_key(leaf: Any) -> bool:
     return not isinstance(leaf.dtype, np.dtype) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def is_raw_key(leaf: Any) -> bool:
-    """Whether this may be a key of the old kind, which is an array like any other."""
+def _is_raw_key(leaf: Any) -> bool:
+    """Whether this may be an old-style key, which is a plain array."""
     if leaf.dtype != np.uint32 or len(leaf.shape) != 1:
         return False
     return leaf.shape[0] == (2 if jax.config.jax_default_prng_impl == "threefry2x32" else 4)
 
 
-def is_called_key(path: Any) -> bool:
-    """An argument by itself, or one named so, or an entry of such a one: rngs={"dropout": key}."""
+def _is_named_key(path: Any) -> bool:
+    """Whether the name says that this is a key (`rngs={"dropout": key}`), or it is a positional argument by itself."""
     names = [str(getattr(entry, "key", "")).lower() for entry in path[1:]]
     is_argument = path[0].idx == 0 and len(path) == 2
     return is_argument or (len(names) <= 2 and any(word in name for name in names for word in ("key", "rng")))
 
 
-def counted(name: str, numbers: tuple[int, ...], num_arguments: int) -> tuple[int, ...]:
-    """Numbers of arguments, all counted from the first."""
+def _from_0(name: str, numbers: tuple[int, ...], num_arguments: int) -> tuple[int, ...]:
+    """Numbers of arguments without negative ones; raises OptionError if there is no such argument."""
     for number in numbers:
         if not -num_arguments <= number < num_arguments:
             raise OptionError(
@@ -181,19 +192,10 @@ def counted(name: str, numbers: tuple[int, ...], num_arguments: int) -> tuple[in
     return tuple(number % num_arguments for number in numbers)
 
 
-def check_rows(named: list[tuple[str, Any]]) -> int:
-    """The size that all arrays of the batch share."""
-    (first, leaf), *others = named
-    size = leaf.shape[0]
-    for name, other in others:
-        if other.shape[0] != size:
-            raise BatchError(
-                f"{first} has {size} samples but {name} has {other.shape[0]}: all arrays of a batch share their "
-                "leading axis; what belongs to no sample goes by keyword, or is left out of batch_argnums"
-            )
-    if size == 0:
-        raise BatchError(f"{first} has 0 samples: a batch has at least 1")
-    return int(size)
+def _check_rows(named: list[tuple[str, Any]], batch: Any = None) -> int:
+    """The size of the leading axis of these arrays; raises BatchError unless all have the same."""
+    remedy = "; pass what has no sample axis by keyword, or leave it out of batch_argnums"
+    return shared_size([(name, int(leaf.shape[0])) for name, leaf in named], batch, remedy)
 
 
 def name_of(path: Any) -> str:
@@ -206,9 +208,10 @@ def num_rows(arrays: Arrays) -> int:
 
 
 def checked_weight(weight: Any, dtype: Any) -> Any:
-    """One number for a micro-batch, or for one term of its loss; an array is added up.
+    """The weight of a micro-batch, or of one term of its loss, as one number: the sum of an array.
 
-    Not a number where it is bad and cannot be read, as in `jit`: what comes of it is not finite then, and not wrong.
+    The values of a traced weight cannot be checked. If one is negative the weight becomes NaN, so that the result is
+    not finite instead of wrong.
     """
     if is_number(weight):
         return check_weight((as_plain(weight),), of="a micro-batch")[0]
@@ -226,13 +229,38 @@ def is_real(dtype: Any) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
 
 
-def is_traced(tree: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
-
-
 def as_numbers(name: str, value: Any) -> tuple[int, ...]:
     """argnums as a tuple."""
     numbers = value if isinstance(value, tuple | list) else (value,)
     if not numbers or not all(isinstance(number, int | np.integer) for number in numbers):
         raise OptionError(f"{name} is {value!r}: pass the number of an argument, counted from 0, or several as a tuple")
     return tuple(int(number) for number in numbers)
+
+
+def pad(batch: Any, multiple: int) -> tuple[Any, Any]:
+    """Fills a batch up to a multiple of `multiple` samples.
+
+        batch, is_real = pad(batch, 8)
+
+    The last sample is repeated, so that the loss sees no unusual values. Return the mean weighted by `is_real` from the
+    loss, and the sum of `is_real` from `weight`.
+
+    Args:
+        batch: An array with a row for each sample, or a pytree of them.
+        multiple: The number of devices, say.
+
+    Returns:
+        The batch, and an array with 1.0 for each real sample and 0.0 for each that was added.
+    """
+    multiple = positive("multiple", multiple)
+    named = [(jax.tree_util.keystr(path) or "the batch", leaf) for path, leaf in jax.tree.leaves_with_path(batch)]
+    size = _check_rows([(name, leaf) for name, leaf in named if np.ndim(leaf)], batch)
+    missing = -size % multiple
+
+    def padded(leaf: Any) -> Any:
+        if not np.ndim(leaf) or not missing:
+            return leaf
+        stack = jnp if isinstance(leaf, jax.Array) else np
+        return stack.concatenate([leaf, stack.repeat(leaf[-1:], missing, axis=0)])
+
+    return jax.tree.map(padded, batch), np.repeat(np.array([1, 0], np.float32), [size, missing])

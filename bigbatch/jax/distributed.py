@@ -1,7 +1,7 @@
-"""Devices: over which axes of a mesh a batch is spread, and what that means for a window."""
+"""Devices: over which axes of the mesh a batch is spread, and how a window runs on all of them."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,29 +10,30 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..core.errors import BatchError, OptionError
+from .internals import calls, is_traced, varying
 
 Axes = tuple[str, ...]
-SPREADING = ("sharding_constraint", "reshard", "mesh_cast", "shard_map", "custom_partitioning")
-OF_A_BATCH = ("batch", "data", "dp", "fsdp", "replica")
+_SPREADING = ("sharding_constraint", "reshard", "mesh_cast", "shard_map", "custom_partitioning")
+_BATCH_AXES = ("batch", "data", "dp", "fsdp", "replica")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A mesh and those of its axes over which the samples of a batch are spread."""
+    """A mesh, and its axes over which the samples of a batch are spread."""
 
     mesh: Any
     axes: Axes
     is_guess: bool = False
-    """Inside of `jit`, automatic axes do not show what is spread over them."""
+    """Inside of `jit`, automatic axes do not show what is spread over them, so they are guessed."""
 
     def share(self, micro_batch_size: int, num_samples: int) -> int:
-        """How much of each micro-batch one device has: all take part in every one."""
-        num = num_devices(self.mesh, self.axes)
+        """How many samples of each micro-batch one device has; every device takes part in every micro-batch."""
+        num = _num_devices(self.mesh, self.axes)
         over = f"the {num} devices of {', '.join(self.axes)}"
         if num_samples % num:
             raise BatchError(
-                f"{over} cannot share {num_samples} samples evenly: pad the batch with samples of weight zero, see "
-                "bigbatch.jax.pad"
+                f"{over} cannot share {num_samples} samples evenly: pad the batch with samples of weight zero "
+                "(bigbatch.jax.pad)"
             )
         if micro_batch_size >= num_samples:
             return num_samples // num
@@ -44,53 +45,45 @@ class Placement:
         return micro_batch_size // num
 
 
-def num_devices(mesh: Any, axes: Axes) -> int:
-    """Among how many devices the samples are shared."""
+def _num_devices(mesh: Any, axes: Axes) -> int:
+    """How many devices share the samples."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def find_placement(rows: Sequence[Any], sharding: Any, micro_batch_size: int) -> Placement | None:
-    """Where the batch is, if that was told, or can be seen or guessed."""
+    """Where the batch is: as `sharding` says, else as the arrays show, else a guess; None for one device."""
     if sharding is not None:
-        return as_placement(sharding)
-    found = {placement for row in rows if (placement := placement_of(row)) is not None}
+        return _as_placement(sharding)
+    found = {placement for row in rows if (placement := _placement_of(row)) is not None}
     if len(found) > 1:
         axes = " and over ".join(sorted(str(placement.axes) for placement in found))
         raise BatchError(f"the arrays of the batch are spread over {axes}: spread all of them over the same axes")
-    return next(iter(found), None) or guess(rows, micro_batch_size)
+    return next(iter(found), None) or _guess(rows, micro_batch_size)
 
 
-def guess(rows: Sequence[Any], micro_batch_size: int) -> Placement | None:
-    """The only axis of an automatic mesh, or those that are named as axes of a batch are."""
-    meshes = {jax.typeof(row).sharding.mesh for row in rows if isinstance(row, jax.core.Tracer)}
+def _guess(rows: Sequence[Any], micro_batch_size: int) -> Placement | None:
+    """The only axis of an automatic mesh, or those whose names are usual for a batch."""
+    meshes = {jax.typeof(row).sharding.mesh for row in rows if is_traced(row)}
     if len(meshes) != 1 or (mesh := meshes.pop()).empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return None
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
     if len(axes) > 1:
-        axes = tuple(axis for axis in axes if axis in OF_A_BATCH)
+        axes = tuple(axis for axis in axes if axis in _BATCH_AXES)
     placement = Placement(mesh, axes, is_guess=True)
     try:
         placement.share(micro_batch_size, rows[0].shape[0])
-    except (BatchError, OptionError):  # who was only guessed at is not asked to change sizes
+    except (BatchError, OptionError):  # a guess is no reason to ask the user for other sizes
         return None
     return placement if axes else None
 
 
-def names_axes(jaxpr: Any) -> bool:
+def spreads(jaxpr: Any) -> bool:
     """Whether a traced function says itself how something is spread, as in a sharding constraint."""
-    return any(eqn.primitive.name in SPREADING or any(map(names_axes, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+    return calls(jaxpr, _SPREADING)
 
 
-def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """The functions that an equation calls: the body of a loop, the branches of a cond."""
-    for value in equation.params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if (found := getattr(part, "jaxpr", part)) is not None and hasattr(found, "eqns"):
-                yield found
-
-
-def as_placement(sharding: Any) -> Placement | None:
-    """A NamedSharding, a PartitionSpec, or the names of axes: of a batch, so the first entry counts."""
+def _as_placement(sharding: Any) -> Placement | None:
+    """Where a batch with this NamedSharding, PartitionSpec or names of axes is: the first entry counts."""
     if isinstance(sharding, NamedSharding):
         mesh, spec = sharding.mesh, sharding.spec
     else:
@@ -104,26 +97,26 @@ def as_placement(sharding: Any) -> Placement | None:
     axes = axes_of(spec[0] if len(spec) else None)
     if missing := [axis for axis in axes if axis not in mesh.shape]:
         raise OptionError(f"sharding names the axis {missing[0]!r} but the mesh has {tuple(mesh.shape)}")
-    return spread_over(mesh, axes)
+    return _spread_over(mesh, axes)
 
 
 def current_mesh() -> Any:
-    """The mesh that `jax.set_mesh` set."""
+    """The mesh set by `jax.set_mesh`."""
     return jax.sharding.get_abstract_mesh()
 
 
-def placement_of(row: Any) -> Placement | None:
+def _placement_of(row: Any) -> Placement | None:
     if isinstance(getattr(row, "sharding", None), SingleDeviceSharding):
         return None
-    sharding = sharding_of(row)
-    return spread_over(sharding.mesh, axes_of(sharding.spec[0] if len(sharding.spec) else None))
+    sharding = _sharding_of(row)
+    return _spread_over(sharding.mesh, axes_of(sharding.spec[0] if len(sharding.spec) else None))
 
 
-def spread_over(mesh: Any, axes: Axes) -> Placement | None:
-    """None where the axes are those of a `shard_map` that we are in, or lead to one device."""
+def _spread_over(mesh: Any, axes: Axes) -> Placement | None:
+    """The placement; None if this is inside of a `shard_map` over these axes, or they have one device."""
     if any(axis in current_mesh().manual_axes for axis in axes):
         return None
-    return Placement(mesh, axes) if num_devices(mesh, axes) > 1 else None
+    return Placement(mesh, axes) if _num_devices(mesh, axes) > 1 else None
 
 
 def axes_of(entry: Any) -> Axes:
@@ -136,20 +129,8 @@ def axes_of(entry: Any) -> Axes:
 # --- inside of shard_map ---------------------------------------------------------------------------------------
 
 
-def varying(tree: Any) -> frozenset[str]:
-    """The axes of a `shard_map` over which any leaf differs from device to device."""
-    found: frozenset[str] = frozenset()
-    for leaf in jax.tree.leaves(tree):
-        kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-        if hasattr(kind, "vma"):  # its name in other versions than JAX 0.10
-            found |= kind.vma or frozenset()
-        elif kind.manual_axis_type is not None:
-            found |= kind.manual_axis_type.varying
-    return found
-
-
 def vary(tree: Any, axes: Iterable[str]) -> Any:
-    """The same, allowed to differ over these axes: what is computed from it is then not reduced behind our back."""
+    """The same values, marked as varying over these axes, so that JAX does not reduce their gradients by itself."""
 
     def cast(leaf: Any) -> Any:
         missing = tuple(sorted(set(axes) - varying(leaf)))
@@ -158,25 +139,42 @@ def vary(tree: Any, axes: Iterable[str]) -> Any:
     return jax.tree.map(cast, tree)
 
 
+def add_up(tree: Any, axes: Axes) -> Any:
+    """The sum over devices."""
+    return lax.psum(tree, axes) if axes else tree
+
+
+def on_devices(function: Callable[..., Any], mesh: Any, axes: Axes, in_specs: Any, out_specs: Any) -> Any:
+    """The function, run by every device with its own part of what is spread over these axes."""
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(axes),
+        check_vma=False,  # True refuses loops that begin with zeros, as in every RNN
+    )
+
+
 @dataclass(frozen=True)
 class Shard:
-    """Which part of a parameter a device has, and so of its gradient."""
+    """Which part of a parameter, and so of its gradient, a device has."""
 
     axes: Axes
-    """Those over which the gradient is added up."""
+    """The axes over which the gradient is added up."""
     dims: tuple[tuple[int, Axes], ...] = ()
-    """The dimensions that are spread, and over which axes."""
+    """The dimensions that are spread, and their axes."""
 
     @classmethod
     def of(cls, parameter: Any, axes: Axes) -> "Shard":
-        """Only axes of the batch count: what is spread over others stays as it is."""
-        spec = sharding_of(parameter).spec
+        """Only axes of the batch count; what is spread over others stays as it is."""
+        spec = _sharding_of(parameter).spec
         dims = [(dim, tuple(axis for axis in axes_of(entry) if axis in axes)) for dim, entry in enumerate(spec)]
         return cls(axes, tuple((dim, found) for dim, found in dims if found))
 
     @classmethod
     def inside(cls, parameter: Any, axes: Axes) -> "Shard":
-        """In a `shard_map` of the user's: what differs from device to device already is the device's own."""
+        """In the user's own `shard_map`: a parameter that varies over an axis belongs to the device."""
         return cls(tuple(axis for axis in axes if axis not in varying(parameter)))
 
     @property
@@ -193,46 +191,46 @@ class Shard:
         return part
 
     def reduce(self, gradient: Any) -> Any:
-        """The gradient added up over devices; of a spread parameter each gets its part."""
+        """The gradient added up over devices; each device gets its part of a spread parameter."""
         for dim, axes in self.dims:
             gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
         scattered = {axis for _, axes in self.dims for axis in axes}
         rest = tuple(axis for axis in self.axes if axis not in scattered)
-        return lax.psum(gradient, rest) if rest else gradient
+        return add_up(gradient, rest)
 
 
-def sharding_of(array: Any) -> NamedSharding:
-    """How an array is spread, as far as that can be seen: its type says so on explicit axes, itself outside of jit."""
+def _sharding_of(array: Any) -> NamedSharding:
+    """How an array is spread: by its type on explicit axes, by the array itself outside of `jit`."""
     by_type = jax.typeof(array).sharding
-    is_seen = any(entry is not None for entry in by_type.spec) or isinstance(array, jax.core.Tracer)
+    is_seen = any(entry is not None for entry in by_type.spec) or is_traced(array)
     itself = getattr(array, "sharding", None)
     return itself if not is_seen and isinstance(itself, NamedSharding) else by_type
 
 
-def is_explicit(placement: Placement) -> bool:
-    """Whether arrays have to be moved by name; on other axes shard_map does it."""
+def _is_explicit(placement: Placement) -> bool:
+    """Whether arrays have to be resharded explicitly; on other axes shard_map does it."""
     kinds = dict(zip(placement.mesh.axis_names, placement.mesh.axis_types, strict=True))
     return all(kinds[axis] == AxisType.Explicit for axis in placement.axes)
 
 
 def spread(leaf: Any, placement: Placement) -> Any:
-    """Rows over the axes of the batch."""
-    if not is_explicit(placement):
+    """Spreads the rows over the axes of the batch."""
+    if not _is_explicit(placement):
         return leaf
     rest = tuple(jax.typeof(leaf).sharding.spec)[1:]
     return jax.reshard(leaf, NamedSharding(placement.mesh, PartitionSpec(placement.axes, *rest)))
 
 
 def gathered(leaf: Any, placement: Placement) -> Any:
-    """The same, not spread over the axes of the batch."""
+    """Gathers what is spread over the axes of the batch."""
     spec = jax.typeof(leaf).sharding.spec
     left = [tuple(axis for axis in axes_of(entry) if axis not in placement.axes) or None for entry in spec]
-    if not is_explicit(placement) or [axes_of(entry) for entry in spec] == [axes_of(entry) for entry in left]:
+    if not _is_explicit(placement) or [axes_of(entry) for entry in spec] == [axes_of(entry) for entry in left]:
         return leaf
     return jax.reshard(leaf, NamedSharding(placement.mesh, PartitionSpec(*left)))
 
 
 def is_spread_both_ways(leaf: Any, placement: Placement) -> bool:
-    """Over axes of the batch and over others."""
+    """Whether an array is spread over axes of the batch and over others."""
     axes = {axis for entry in jax.typeof(leaf).sharding.spec for axis in axes_of(entry)}
-    return is_explicit(placement) and bool(axes & set(placement.axes)) and bool(axes - set(placement.axes))
+    return _is_explicit(placement) and bool(axes & set(placement.axes)) and bool(axes - set(placement.axes))

@@ -1,4 +1,4 @@
-"""PRNG keys: each micro-batch, or each sample, draws numbers of its own."""
+"""PRNG keys: each micro-batch, or each sample, gets its own."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +15,7 @@ Rng = Literal["per_micro_batch", "per_sample"] | None
 
 
 def for_micro_batch(keys: list[Any], rng: Rng, number: Any, axes: Axes) -> list[Any]:
-    """The keys of the micro-batch of this number: other ones on every device."""
+    """The keys of a micro-batch, which differ from device to device."""
     if rng is None:
         return keys
 
@@ -23,13 +23,13 @@ def for_micro_batch(keys: list[Any], rng: Rng, number: Any, axes: Axes) -> list[
         key = jax.random.fold_in(key, number)
         return jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
 
-    return [for_each(folded, key) for key in keys]
+    return [_for_each(folded, key) for key in keys]
 
 
 def for_samples(form: Form, arrays: Arrays, axes: Axes) -> tuple[Form, Arrays]:
-    """Every key as one key for each sample, to be cut like the samples.
+    """Splits every key into one for each sample, which are cut like the samples.
 
-    A sample has the same key however the batch is cut and however many devices there are.
+    A sample gets the same key however the batch is cut and however many devices there are.
     """
     num_samples = num_rows(arrays)
     rows, keys = iter(arrays.rows), iter(arrays.keys)
@@ -41,7 +41,7 @@ def for_samples(form: Form, arrays: Arrays, axes: Axes) -> tuple[Form, Arrays]:
         return lax.dynamic_slice_in_dim(of_all, lax.axis_index(axes) * num_samples, num_samples)
 
     def by_sample(key: Any) -> Any:
-        found = for_each(split, key)
+        found = _for_each(split, key)
         return jnp.moveaxis(found, key.ndim, 0) if is_typed_key(key) else found
 
     found = [by_sample(next(keys)) if role == "key" else next(rows) for role in form.roles if role in ("rows", "key")]
@@ -49,8 +49,8 @@ def for_samples(form: Form, arrays: Arrays, axes: Axes) -> tuple[Form, Arrays]:
     return replace(form, roles=roles), Arrays(found, [], arrays.whole)
 
 
-def for_each(function: Callable[[Any], Any], keys: Any) -> Any:
-    """What the function makes of a key, or of each in an array of them."""
+def _for_each(function: Callable[[Any], Any], keys: Any) -> Any:
+    """Applies the function to a key, or to each in an array of keys."""
     for _ in range(keys.ndim if is_typed_key(keys) else 0):
         function = jax.vmap(function)
     return function(keys)

@@ -9,35 +9,36 @@ import numpy as np
 import optax
 
 from ..core.errors import GradientError, LossError, OptionError, StateError, WeightError
-from ..core.options import positive
-from ..core.weight import Reduction, check_reduction, check_weight, is_number
-from .batch import is_real, is_traced
+from ..core.options import check_choice, positive
+from ..core.weight import Reduction, check_reduction, check_weight, counted, is_number, share
+from .batch import is_real
+from .internals import is_traced
 
-NonFinite = Literal["window", "micro_batch", "keep"]
-Steps = int | Callable[[jax.Array], Any]
+_NonFinite = Literal["window", "micro_batch", "keep"]
+_Steps = int | Callable[[jax.Array], Any]
 
 
 class MultiStepsState(NamedTuple):
-    """What `multi_steps` knows: arrays only, so that it is saved, sharded and donated like any other.
+    """The state of `multi_steps`: arrays only, so it can be saved, sharded and donated like any other.
 
-    `weight`, `value` and `sums` are those of the window so far; after its end they stay until the next one begins, so
-    that they can be read: `value` is then the loss of the whole batch.
+    `weight`, `value` and `sums` are those of the current window. After its end they stay, to be read, until the next
+    window begins; `value` is then the loss of the whole batch.
     """
 
     step: jax.Array
     """How many windows are done, applied or not."""
     micro_step: jax.Array
-    """How many micro-batches the open window has; 0 if none is open."""
+    """How many micro-batches the current window has; 0 if none is open."""
     weight: jax.Array
     value: jax.Array
-    """The weighted mean of `value=…`, if every micro-batch came with one."""
+    """The weighted mean of `value=…`, if it was passed with every micro-batch."""
     sums: Any
     """Σ w·g, in at least float32."""
     inner_state: Any
     is_applied: jax.Array
     """Whether the last call stepped."""
     num_skipped: jax.Array
-    """How many windows changed nothing: their gradient was not finite, or their weight zero."""
+    """How many windows changed nothing, because their gradient was not finite or their weight zero."""
     num_dropped: jax.Array
     """How many micro-batches were left out with non_finite="micro_batch"."""
 
@@ -49,25 +50,30 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         raise OptionError(f"{name} cannot be changed after the optimizer was made: call multi_steps() again")
 
     def flush(self, state: MultiStepsState, params: Any = None, **extra: Any) -> tuple[Any, MultiStepsState]:
-        """Ends the window that is open, however short; nothing changes, and the updates are zeros, if none is.
+        """Ends the open window, however short. If none is open, the updates are zeros and nothing changes.
 
             updates, state = optimizer.flush(state, params)
 
-        The same as `update` with gradients and a weight of zero and flush=True, which is for optimizers inside of
-        others (optax.chain), where there is no `flush`.
+        In optimizers inside of others (optax.chain), which have no `flush`, call `update` with gradients of zero,
+        weight=0 and flush=True instead.
+
+        Args:
+            state: As for `update`.
+            params: As for `update`.
+            extra: Further arguments for the inner optimizer.
         """
-        nothing = jax.tree.map(jnp.zeros_like, state.sums if params is None else _trained(params))
-        return self.update(nothing, state, params, **{"value": 0.0, "grad": nothing, **extra}, weight=0, flush=True)
+        zeros = jax.tree.map(jnp.zeros_like, state.sums if params is None else _trained(params))
+        return self.update(zeros, state, params, **{"value": 0.0, "grad": zeros, **extra}, weight=0, flush=True)
 
 
 def multi_steps(
     optimizer: optax.GradientTransformation,
-    accumulation_steps: Steps,
+    accumulation_steps: _Steps,
     *,
     reduction: Reduction = "mean",
-    non_finite: NonFinite = "window",
+    non_finite: _NonFinite = "window",
 ) -> MultiSteps:
-    """Stands for `optimizer` where micro-batches come one at a time, and steps on the gradient of the whole batch.
+    """Wraps an optimizer for micro-batches that come one at a time: it steps on the gradient of the whole batch.
 
         optimizer = multi_steps(optax.adam(1e-3), accumulation_steps=4)
         state = optimizer.init(params)
@@ -77,22 +83,39 @@ def multi_steps(
             params = optax.apply_updates(params, updates)                         # zeros until the window is full
         updates, state = optimizer.flush(state, params)                           # the last, shorter window
 
-    `weight` says over how many samples or tokens the loss is a mean; an array is added up. What counts zero is left
-    out, even if it is not a number. With reduction "sum" gradients are added up undivided and need no weight.
-    `accumulation_steps` is a number, or a function of the step number (a batch-size ramp) that works in jit.
-    flush=True ends the window with this micro-batch.
+    `update` stands for
 
-    The inner optimizer runs once a window, so its schedules count steps. `value=…`, the micro-batch's mean loss,
-    reaches it as that of the window, and so does `grad=…`; other extra arguments reach it as the window's last
-    micro-batch has them. A `value_fn=…` therefore has to be that of the whole batch.
+        sums += weight * grads
+        total += weight
+        micro_step += 1
+        if micro_step == accumulation_steps:
+            updates, inner_state = inner.update(sums / total, inner_state, params)
+            sums = total = micro_step = 0
 
-    A window whose weight is zero, or which has a weight that is negative or not finite, changes nothing. `non_finite`
-    says what becomes of gradients that are not finite: "window" skips their window, "micro_batch" leaves out only the
-    micro-batch, with its weight, and "keep" hands them to the inner optimizer.
+    The inner optimizer runs once per window, so its schedules count steps. A window whose weight is zero, negative or
+    not finite changes nothing.
+
+    Args:
+        optimizer: The inner optimizer.
+        accumulation_steps: How many micro-batches a window has: a number, or a function of the step number (a
+            batch-size ramp) that works in `jit`.
+        reduction: "mean", or "sum" to add gradients up undivided; they need no weight then.
+        non_finite: What happens to gradients that are not finite. "window" skips their window, "micro_batch" leaves
+            out the micro-batch with its weight, "keep" passes them to the inner optimizer.
+
+    `update` takes, beyond the arguments that it has in optax:
+
+    Args:
+        weight: Over how many samples or tokens the loss is a mean: a number, or an array to add up. What counts zero
+            is left out, even if it is not a number.
+        flush: True ends the window with this micro-batch.
+        value: The micro-batch's mean loss. The inner optimizer gets that of the window.
+        grad: If it is passed, the inner optimizer gets the gradient of the window.
+        extra: Other arguments go to the inner optimizer as passed with the last micro-batch of the window. So a
+            `value_fn` has to be the loss of the whole batch.
     """
     check_reduction(reduction)
-    if non_finite not in get_args(NonFinite):
-        raise OptionError(f'non_finite={non_finite!r} is unknown: pass "window", "micro_batch" or "keep"')
+    check_choice("non_finite", non_finite, get_args(_NonFinite))
     if not callable(accumulation_steps):
         accumulation_steps = positive("accumulation_steps", accumulation_steps)
     if not isinstance(optimizer, optax.GradientTransformation):
@@ -118,38 +141,33 @@ def multi_steps(
         if not isinstance(state, MultiStepsState):
             raise StateError(f"the state is a {type(state).__name__}: pass the one that init() or update() returned")
         _check_gradients(grads, state.sums)
-        given = _weight_of(weight, reduction)
-        function = traced if is_traced((grads, state, params, extra)) or not _are_numbers(extra) else compiled
-        return function(grads, state, params, given, **extra)
+        total = _total(weight, reduction)
+        function = traced if is_traced((grads, state, params, extra)) or not _are_arrays(extra) else compiled
+        return function(grads, state, params, total, **extra)
 
     def traced(
         grads: Any,
         state: MultiStepsState,
         params: Any,
-        given: jax.Array,
+        weight: jax.Array,
         *,
         value: Any = None,
         flush: Any = False,
         **extra: Any,
     ) -> tuple[Any, MultiStepsState]:
         grads = jax.tree.map(_as_inexact, grads)
-        is_good = jnp.array(True)
+        is_dropped = jnp.array(False)
         if non_finite == "micro_batch":
-            is_good = (given == 0) | (jnp.isfinite(given) & _is_finite(grads))
-        counted = jnp.where(is_good, given, 0)
+            is_dropped = (weight != 0) & ~(jnp.isfinite(weight) & _is_finite(grads))
 
         is_open = state.micro_step > 0
-        is_idle = flush & ~is_open & (given == 0)
+        is_idle = flush & ~is_open & (weight == 0)
         num = state.micro_step + 1
         is_full = (num >= _steps_at(accumulation_steps, state.step)) | flush
         is_end = is_full & ~is_idle
 
-        window = _begun(state, is_open | is_idle)
-        window = window._replace(
-            weight=window.weight + counted,
-            value=_value_with(window, counted, value, reduction),
-            sums=_sums_with(window.sums, counted, grads, reduction),
-        )
+        window = _begin(state, is_open | is_idle)
+        window = _add(window, grads, jnp.where(is_dropped, 0, weight), value, reduction)
 
         def apply(gradient: Any, inner_state: Any) -> tuple[Any, Any]:
             of_window = {"value": window.value.astype(_wide(value))} if value is not None else {}
@@ -175,7 +193,7 @@ def multi_steps(
             inner_state=inner_state,
             is_applied=is_applied,
             num_skipped=state.num_skipped + (is_end & ~is_applied),
-            num_dropped=state.num_dropped + ~is_good,
+            num_dropped=state.num_dropped + is_dropped,
         )
 
     compiled = jax.jit(traced)  # outside of jit a `lax.cond` is compiled anew at every call
@@ -187,58 +205,56 @@ def _trained(params: Any) -> Any:
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def _begun(state: MultiStepsState, is_going_on: jax.Array) -> MultiStepsState:
-    """The state, without what the window before left in it."""
+def _begin(state: MultiStepsState, is_open: jax.Array) -> MultiStepsState:
+    """The state without what the previous window left in it, unless a window is open."""
     weight, value, sums = jax.tree.map(
-        lambda old: jnp.where(is_going_on, old, jnp.zeros_like(old)), (state.weight, state.value, state.sums)
+        lambda old: jnp.where(is_open, old, jnp.zeros_like(old)), (state.weight, state.value, state.sums)
     )
     return state._replace(weight=weight, value=value, sums=sums)
 
 
-def _sums_with(sums: Any, weight: jax.Array, grads: Any, reduction: Reduction) -> Any:
-    factor = weight if reduction == "mean" else jnp.ones_like(weight)
+def _add(window: MultiStepsState, grads: Any, weight: jax.Array, value: Any, reduction: Reduction) -> MultiStepsState:
+    """The window with one more micro-batch."""
+    is_mean = reduction == "mean"
+    factor = weight if is_mean else (weight != 0).astype(weight.dtype)
 
-    def added(total: jax.Array, gradient: jax.Array) -> jax.Array:
-        share = jnp.where(weight == 0, 0, factor * gradient.astype(total.dtype))
-        return (total + share).astype(total.dtype)
+    def plus(total: jax.Array, gradient: jax.Array) -> jax.Array:
+        return (total + counted(gradient.astype(total.dtype), factor, jnp.where)).astype(total.dtype)
 
-    return jax.tree.map(added, sums, grads)
-
-
-def _value_with(window: MultiStepsState, weight: jax.Array, value: Any, reduction: Reduction) -> jax.Array:
-    """The mean loss of the window with one more micro-batch; with reduction "sum" the sum."""
-    if value is None:
-        return window.value
-    if not _is_array(value):
-        raise LossError(f"value is {value!r}: pass the micro-batch's mean loss, a scalar")
-    if jnp.shape(value):
-        raise LossError(f"value has the shape {jnp.shape(value)}: pass the micro-batch's mean loss, a scalar")
-    added = window.value + value
-    if reduction == "mean":
-        added = (window.value * window.weight + weight * value) / _divisor(window.weight + weight, reduction)
-    return jnp.where(weight == 0, window.value, added).astype(window.value.dtype)
+    total = window.weight + weight
+    loss = window.value
+    if value is not None:
+        _check_value(value)
+        added = counted(value, factor, jnp.where)
+        mean = share(window.value * window.weight + added, total, jnp.where) if is_mean else window.value + added
+        loss = jnp.where(weight == 0, window.value, mean).astype(window.value.dtype)
+    return window._replace(weight=total, value=loss, sums=jax.tree.map(plus, window.sums, grads))
 
 
 def _gradient(window: MultiStepsState, grads: Any, reduction: Reduction) -> Any:
-    """The finished gradient, in the dtype that the micro-batches' have."""
-    divisor = _divisor(window.weight, reduction)
-    return jax.tree.map(lambda sums, g: (sums / divisor).astype(g.dtype), window.sums, grads)
+    """The finished gradient, in the dtypes of the micro-batch's."""
+
+    def finished(sums: jax.Array, gradient: jax.Array) -> jax.Array:
+        return (sums if reduction == "sum" else share(sums, window.weight, jnp.where)).astype(gradient.dtype)
+
+    return jax.tree.map(finished, window.sums, grads)
 
 
-def _divisor(total: jax.Array, reduction: Reduction) -> jax.Array:
-    """The total weight; 1 where nothing is divided."""
-    return jnp.ones_like(total) if reduction == "sum" else jnp.where(total == 0, 1, total)
+def _check_value(value: Any) -> None:
+    found = f"has the shape {jnp.shape(value)}" if _is_array(value) else f"is {value!r}"
+    if not _is_array(value) or jnp.shape(value):
+        raise LossError(f"value {found}: pass the micro-batch's mean loss, a scalar")
 
 
-def _steps_at(accumulation_steps: Steps, step: jax.Array) -> Any:
+def _steps_at(accumulation_steps: _Steps, step: jax.Array) -> Any:
     if not callable(accumulation_steps):
         return accumulation_steps
     steps = accumulation_steps(step)
     return steps if isinstance(steps, jax.Array | np.ndarray) else positive("accumulation_steps(step)", steps)
 
 
-def _weight_of(weight: Any, reduction: Reduction) -> jax.Array:
-    """One number for a micro-batch; not a number where it is bad and cannot be read, so that its window is skipped."""
+def _total(weight: Any, reduction: Reduction) -> jax.Array:
+    """The weight of a micro-batch as one number. A traced weight that is wrong becomes NaN: its window is skipped."""
     if weight is None and reduction == "mean":
         raise OptionError(
             "update() needs weight=…: over how many samples or tokens the loss is a mean; "
@@ -247,8 +263,8 @@ def _weight_of(weight: Any, reduction: Reduction) -> jax.Array:
         )
     if isinstance(weight, tuple | list):
         raise WeightError(
-            f"the weight has {len(weight)} terms but a gradient has them mixed: pass one number, and give losses whose "
-            "terms have counts of their own to value_and_grad()"
+            f"the weight has {len(weight)} terms but the gradient is already their sum: pass one number, or use "
+            "value_and_grad() for a loss whose terms have different weights"
         )
     if isinstance(weight, np.ndarray):
         check_weight(tuple(weight.ravel().tolist()), of="this micro-batch")
@@ -262,7 +278,7 @@ def _weight_of(weight: Any, reduction: Reduction) -> jax.Array:
 
 
 def _check_gradients(grads: Any, sums: Any) -> None:
-    """Refuses gradients that are not those of the parameters that `init` saw."""
+    """Raises GradientError unless the gradients are those of the parameters that `init` was given."""
     remedy = "pass the gradient with respect to the parameters that init() was given"
     ours, theirs = jax.tree.structure(sums), jax.tree.structure(grads)
     if ours != theirs:
@@ -279,7 +295,7 @@ def _check_gradients(grads: Any, sums: Any) -> None:
             kind = "float0" if is_none else dtype.name
             raise GradientError(
                 f"the gradient of {jax.tree_util.keystr(path)} is an array of {kind} but is added up in "
-                f"{s.dtype.name}: {remedy}, and leave out what nobody can differentiate by"
+                f"{s.dtype.name}: {remedy}, and leave out what has no gradient"
             )
 
 
@@ -287,8 +303,8 @@ def _is_complex(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
 
-def _are_numbers(tree: Any) -> bool:
-    """Whether a compiled function can take all of it; not so a `value_fn`."""
+def _are_arrays(tree: Any) -> bool:
+    """Whether a compiled function can take all of it; it cannot take a `value_fn`."""
     return all(_is_array(leaf) for leaf in jax.tree.leaves(tree))
 
 
@@ -301,7 +317,7 @@ def _is_finite(tree: Any) -> jax.Array:
 
 
 def _as_inexact(gradient: Any) -> jax.Array:
-    """Integers as floats, since their mean is none."""
+    """Integers as floats, since their mean is not an integer."""
     return jnp.asarray(gradient, None if jnp.issubdtype(jnp.result_type(gradient), jnp.inexact) else float)
 
 

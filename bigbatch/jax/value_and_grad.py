@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ..core.errors import OptionError
-from ..core.options import positive
+from ..core.options import check_callable, check_choice, positive
 from ..core.weight import Reduction, check_reduction
-from .aux import Asked
-from .batch import Arrays, Form, as_numbers, is_traced, num_rows, take_apart
+from .auxiliary import AuxSpec
+from .batch import Arrays, Form, as_numbers, num_rows, take_apart
 from .distributed import (
     Axes,
     Placement,
@@ -25,12 +25,13 @@ from .distributed import (
     find_placement,
     gathered,
     is_spread_both_ways,
-    names_axes,
+    on_devices,
     spread,
-    varying,
+    spreads,
 )
+from .internals import is_traced, varying
 from .keys import Rng, for_samples
-from .window import Loss, Result, Run, Window
+from .window import Loss, Result, Spec, WindowTrace
 
 __all__ = ["grad", "value_and_grad"]
 
@@ -50,7 +51,7 @@ def value_and_grad(
     axes: str | tuple[str, ...] | None = None,
     accumulate_dtype: Any = None,
 ) -> Callable[..., Any]:
-    """Stands where `jax.value_and_grad(loss)` stood, and gives what it gave in the memory of a micro-batch.
+    """Returns what `jax.value_and_grad(loss)` returns, in the memory of a micro-batch.
 
         @jax.jit
         def step(params, state, batch):
@@ -58,96 +59,155 @@ def value_and_grad(
             updates, state = optimizer.update(grads, state, params)
             return optax.apply_updates(params, updates), state, value
 
-    `loss(params, batch)` returns the mean over what it is given, or a tuple of means. `weight(batch)` says over how
-    many that is (samples unless told otherwise), with a tuple of the same length for a tuple. The value is the sum of
-    the terms.
+    The second line stands for
 
-    Positional arguments beside `argnums` are the batch, or those that `batch_argnums` names: they are cut along their
-    leading axis. Keyword arguments go whole to every micro-batch. A PRNG key among either is folded with the number of
-    the micro-batch, or with `rng="per_sample"` split so that the loss gets one key for each sample.
+        sums = total = 0
+        for micro_batch in micro_batches(batch):
+            sums += weight(micro_batch) * jax.grad(loss)(params, micro_batch)
+            total += weight(micro_batch)
+        grads = sums / total
 
-    With `has_aux` the loss returns `(loss, aux)`; `aux` says how what micro-batches return is put together:
-    "concatenate", "sum", "mean" (by weight), or a nest of these; "auto" sees which of it has a row for each sample.
+    Positional arguments other than `argnums` are the batch and are cut along their leading axis. Keyword arguments are
+    passed whole to every micro-batch.
 
-    A batch that devices share is accumulated on each and reduced once. How it is shared is seen outside of `jit` and
-    on explicit axes, and guessed from the mesh on others; `sharding` says it, a NamedSharding, or names of axes of the
-    mesh that is set. In a `shard_map`, `axes` names those to reduce over where that cannot be seen.
+    If devices share the batch, each accumulates its own part, and the gradient is reduced once.
+
+    Args:
+        loss: `loss(params, batch)` returns the mean over the batch it is given, or a tuple of means, whose sum is the
+            value.
+        micro_batch_size: The number of samples in a micro-batch, on all devices together.
+        weight: `weight(batch)` returns over how many samples or tokens the loss is a mean: a number, or an array to add
+            up; for a tuple of means, a tuple of the same length. None: the number of samples.
+        argnums: The number of the argument to differentiate by, or several, as in JAX.
+        has_aux: Whether the loss returns `(loss, aux)`.
+        reduction: "mean", or "sum" to add losses up undivided.
+        aux: How to combine what micro-batches return as aux: "concatenate", "sum", "mean" (by weight), or a pytree of
+            these. "auto" concatenates what has a row for each sample, adds up integers and takes the mean of the rest.
+        rng: What happens to PRNG keys among the arguments. "per_micro_batch" folds in the number of the micro-batch;
+            "per_sample" passes the loss one key for each sample; None passes keys as they are.
+        batch_argnums: The numbers of the arguments to cut, if not all are cut.
+        sharding: How devices share the batch: a NamedSharding, or the names of axes of the mesh that is set. None: as
+            arrays show outside of `jit` and on explicit axes, and guessed from the mesh on others.
+        axes: In your own `shard_map`, the axes to reduce over, if that cannot be seen.
+        accumulate_dtype: The dtype to add gradients up in. None: that of the parameter, but at least float32.
     """
-    micro_batch_size = positive("micro_batch_size", micro_batch_size)
     check_reduction(reduction)
-    for name, function in (("loss", loss), ("weight", weight)):
-        if function is not None and not callable(function):
-            raise OptionError(f"{name} is {function!r}: pass a function")
-    if rng not in ("per_micro_batch", "per_sample", None):
-        raise OptionError(f'rng={rng!r} is unknown: pass "per_micro_batch", "per_sample" or None')
-    check_dtype(accumulate_dtype)
-    window = Window(loss, micro_batch_size, weight, has_aux, reduction, Asked.of(aux), rng, accumulate_dtype)
-    given = None if axes is None else axes_of(axes)
-    compiled = kept(window) if is_bare(loss) and is_bare(weight) else compile_window(window)
+    check_callable("loss", loss)
+    check_callable("weight", weight)
+    check_choice("rng", rng, ("per_micro_batch", "per_sample", None))
+    _check_dtype(accumulate_dtype)
+    size = positive("micro_batch_size", micro_batch_size)
+    spec = Spec(loss, size, weight, has_aux, reduction, AuxSpec.of(aux), rng, accumulate_dtype)
     numbers = as_numbers("argnums", argnums)
     cut_numbers = None if batch_argnums is None else as_numbers("batch_argnums", batch_argnums)
+    given = None if axes is None else axes_of(axes)
+    compiled = _kept(spec) if _is_bare(loss) and _is_bare(weight) else _compile(spec)
 
     @functools.wraps(loss)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         form, parameters, arrays = take_apart(args, kwargs, numbers, cut_numbers)
-        check_parameters(parameters)
+        _check_parameters(parameters)
         placement, inside = None, given
         if current_mesh().manual_axes:
-            inside = axes_inside(parameters, arrays.rows) if given is None else given
+            inside = _axes_inside(parameters, arrays.rows) if given is None else given
         elif given is None:
-            placement = find_placement(arrays.rows, sharding, micro_batch_size)
-        is_kept = not is_traced((parameters, arrays)) and is_hashable(form)
-        function = compiled if is_kept else functools.partial(compute, window)
-        found, gradient = function(form, placement, inside or (), parameters, arrays)
-        return found, gradient if isinstance(argnums, tuple | list) else gradient[0]
+            placement = find_placement(arrays.rows, sharding, size)
+        is_kept = not is_traced((parameters, arrays)) and _is_hashable(form)
+        function = compiled if is_kept else functools.partial(_compute, spec)
+        value, gradient = function(form, placement, inside or (), parameters, arrays)
+        return value, gradient if isinstance(argnums, tuple | list) else gradient[0]
 
     return value_and_gradient
 
 
-def check_dtype(dtype: Any) -> None:
-    try:
-        is_wide = dtype is None or jnp.promote_types(dtype, jnp.float32) == jnp.dtype(dtype)
-    except TypeError as error:
-        raise OptionError(
-            f"accumulate_dtype={dtype!r} is no dtype: pass jnp.float32 or jnp.float64, or None"
-        ) from error
-    if not is_wide:
-        raise OptionError(
-            f"accumulate_dtype={jnp.dtype(dtype).name} is narrower than float32 and would lose low bits: "
-            "pass jnp.float32 or jnp.float64, or None"
-        )
-
-
 def grad(loss: Loss, micro_batch_size: int = 8, *, has_aux: bool = False, **options: Any) -> Callable[..., Any]:
-    """Stands where `jax.grad(loss)` stood: `value_and_grad` without the value, with the same options."""
+    """Returns what `jax.grad(loss)` returns, in the memory of a micro-batch: the gradient, or `(gradient, aux)`.
+
+    Args:
+        loss: As for `value_and_grad`.
+        micro_batch_size: The number of samples in a micro-batch.
+        has_aux: Whether the loss returns `(loss, aux)`.
+        options: The other options of `value_and_grad`.
+    """
     both = value_and_grad(loss, micro_batch_size, has_aux=has_aux, **options)
 
     @functools.wraps(loss)
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        found, gradients = both(*args, **kwargs)
-        return (gradients, found[1]) if has_aux else gradients
+        value, gradients = both(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
 
     return gradient
 
 
-def compile_window(window: Window) -> Callable[..., Any]:
+def _compile(spec: Spec) -> Callable[..., Any]:
     """For calls outside of `jit`."""
-    return jax.jit(functools.partial(compute, window), static_argnums=(0, 1, 2))
+    return jax.jit(functools.partial(_compute, spec), static_argnums=(0, 1, 2))
 
 
-kept = functools.lru_cache(maxsize=256)(compile_window)
-"""The same for equal windows, since many write `value_and_grad(loss)(…)` in a loop."""
+_kept = functools.lru_cache(maxsize=256)(_compile)
+"""Compiled once for equal options, since many write `value_and_grad(loss)(…)` in a loop."""
 
 
-def is_bare(function: Any) -> bool:
-    """Whether a function holds nothing that could change, or that would be kept alive with it."""
-    if not isinstance(function, types.FunctionType):
-        return function is None
-    return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__)
+def _compute(
+    spec: Spec, form: Form, placement: Placement | None, axes: Axes, parameters: Any, arrays: Arrays
+) -> tuple[Any, Any]:
+    """The value and the gradient, on one device or on all that share the batch."""
+    leaves, structure = jax.tree.flatten(parameters)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    if spec.rng == "per_sample":
+        form, arrays = for_samples(form, arrays, axes)
+    traces = []
+
+    def on_device(spec: Spec, axes: Axes, leaves: list[Any], arrays: Arrays, shards: Any = None) -> Result:
+        trace = WindowTrace(spec, form, arrays, axes)
+        traces.append(trace)
+        return trace.result(jax.tree.unflatten(structure, leaves), shards)
+
+    def call_loss(leaves: list[Any]) -> Any:
+        args, kwargs = form.bind(jax.tree.unflatten(structure, leaves), arrays)
+        return spec.loss(*args, **kwargs)
+
+    if placement is not None and placement.is_guess and spreads(jax.make_jaxpr(call_loss)(leaves).jaxpr):
+        placement = None
+    if placement is None:
+        result = on_device(spec, axes, leaves, arrays)
+    else:
+        result = _on_mesh(placement, spec, on_device, leaves, arrays)
+    gradient = jax.tree.unflatten(structure, result.gradient)
+    if not spec.has_aux:
+        return result.value, gradient
+    return (result.value, traces[-1].combine.together(result.aux_rows, result.aux_added)), gradient
 
 
-def axes_inside(parameters: Any, rows: list[Any]) -> Axes:
-    """In a `shard_map` of the user's: the axes over which devices share a batch."""
+def _on_mesh(placement: Placement, spec: Spec, on_device: Any, leaves: list[Any], arrays: Arrays) -> Result:
+    """Every device runs a window of its own part of the batch, and the sums are reduced once after it."""
+    axes = placement.axes
+    before = [jax.typeof(leaf).sharding for leaf in leaves]
+    is_moved = [is_spread_both_ways(leaf, placement) for leaf in leaves]
+    leaves = [gathered(leaf, placement) if moved else leaf for leaf, moved in zip(leaves, is_moved, strict=True)]
+    shards = [Shard.of(leaf, axes) for leaf in leaves]
+    specs = [shard.spec for shard in shards]
+    own = replace(spec, micro_batch_size=placement.share(spec.micro_batch_size, num_rows(arrays)))
+
+    def local(leaves: list[Any], arrays: Arrays) -> Result:
+        return on_device(own, axes, [s.gather(leaf) for s, leaf in zip(shards, leaves, strict=True)], arrays, shards)
+
+    rows, whole = PartitionSpec(axes), PartitionSpec()
+    keys, others = jax.tree.map(lambda leaf: gathered(leaf, placement), arrays[1:])
+    arrays = Arrays([spread(row, placement) for row in arrays.rows], keys, others)
+    out_specs = Result(whole, specs, rows, whole)
+    mapped = on_devices(local, placement.mesh, axes, (specs, Arrays(rows, whole, whole)), out_specs)
+    result: Result = mapped(leaves, arrays)
+    gradient = [
+        jax.reshard(g, sharding) if moved else g
+        for g, sharding, moved in zip(result.gradient, before, is_moved, strict=True)
+    ]
+    return result._replace(gradient=gradient)
+
+
+def _axes_inside(parameters: Any, rows: list[Any]) -> Axes:
+    """In the user's own `shard_map`: the axes over which devices share a batch."""
     axes = varying(rows)
     if own := sorted(axes & varying(parameters)):
         raise OptionError(
@@ -157,88 +217,43 @@ def axes_inside(parameters: Any, rows: list[Any]) -> Axes:
     return tuple(sorted(axes))
 
 
-def check_parameters(parameters: Any) -> None:
+# --- checks --------------------------------------------------------------------------------------------------
+
+
+def _check_dtype(dtype: Any) -> None:
+    remedy = "pass jnp.float32 or jnp.float64, or None"
+    try:
+        is_wide = dtype is None or jnp.promote_types(dtype, jnp.float32) == jnp.dtype(dtype)
+    except TypeError as error:
+        raise OptionError(f"accumulate_dtype={dtype!r} is not a dtype: {remedy}") from error
+    if not is_wide:
+        raise OptionError(
+            f"accumulate_dtype={jnp.dtype(dtype).name} is narrower than float32 and would lose low bits: {remedy}"
+        )
+
+
+def _check_parameters(parameters: Any) -> None:
     for leaf in jax.tree.leaves(parameters):
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | complex | float):
             raise OptionError(
-                f"the parameters hold a {type(leaf).__name__}, by which nobody can differentiate: leave out what is no "
+                f"the parameters have a {type(leaf).__name__} in them, which has no gradient: leave out what is not a "
                 "floating-point array, as eqx.partition and nnx.split do"
             )
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise OptionError(
-                f"the parameters hold an array of {jnp.result_type(leaf)}, by which nobody can differentiate: leave it "
+                f"the parameters have an array of {jnp.result_type(leaf)} in them, which has no gradient: leave it "
                 "out, or pass it by keyword"
             )
 
 
-def compute(
-    window: Window, form: Form, placement: Placement | None, axes: Axes, parameters: Any, arrays: Arrays
-) -> tuple[Any, Any]:
-    """What the returned function returns; compiled if it is called outside of `jit`."""
-    leaves, structure = jax.tree.flatten(parameters)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
-    arrays = jax.tree.map(jnp.asarray, arrays)
-    if window.rng == "per_sample":
-        form, arrays = for_samples(form, arrays, axes)
-    combined = []
-
-    def on_device(window: Window, axes: Axes, leaves: list[Any], arrays: Arrays, shards: Any = None) -> Result:
-        run = Run(window, form, arrays, axes)
-        result = run.result(jax.tree.unflatten(structure, leaves), shards)
-        combined.append(run.combine)
-        return result
-
-    if placement is not None and placement.is_guess:
-        traced = jax.make_jaxpr(lambda leaves: call_loss(window, form, jax.tree.unflatten(structure, leaves), arrays))
-        placement = None if names_axes(traced(leaves).jaxpr) else placement
-    if placement is None:
-        result = on_device(window, axes, leaves, arrays)
-    else:
-        result = on_mesh(placement, window, on_device, leaves, arrays)
-    gradient = jax.tree.unflatten(structure, result.gradient)
-    if not window.has_aux:
-        return result.value, gradient
-    return (result.value, combined[-1].together(result.aux_rows, result.aux_added)), gradient
+def _is_bare(function: Any) -> bool:
+    """Whether a function refers to nothing that could change, or would be kept alive with it."""
+    if not isinstance(function, types.FunctionType):
+        return function is None
+    return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__)
 
 
-def call_loss(window: Window, form: Form, parameters: Any, arrays: Arrays) -> Any:
-    args, kwargs = form.bind(parameters, arrays)
-    return window.loss(*args, **kwargs)
-
-
-def on_mesh(placement: Placement, window: Window, on_device: Any, leaves: list[Any], arrays: Arrays) -> Result:
-    """Every device runs a window of its own part of the batch, and the sums are reduced once after it."""
-    axes = placement.axes
-    before = [jax.typeof(leaf).sharding for leaf in leaves]
-    is_moved = [is_spread_both_ways(leaf, placement) for leaf in leaves]
-    leaves = [gathered(leaf, placement) if moved else leaf for leaf, moved in zip(leaves, is_moved, strict=True)]
-    shards = [Shard.of(leaf, axes) for leaf in leaves]
-    specs = [shard.spec for shard in shards]
-    part = replace(window, micro_batch_size=placement.share(window.micro_batch_size, num_rows(arrays)))
-
-    def local(leaves: list[Any], arrays: Arrays) -> Result:
-        return on_device(part, axes, [s.gather(leaf) for s, leaf in zip(shards, leaves, strict=True)], arrays, shards)
-
-    rows = PartitionSpec(axes)
-    whole = PartitionSpec()
-    mapped = jax.shard_map(
-        local,
-        mesh=placement.mesh,
-        in_specs=(specs, Arrays(rows, whole, whole)),
-        out_specs=Result(whole, specs, rows, whole),
-        axis_names=set(axes),
-        check_vma=False,  # or a loop in the loss that begins with zeros, as in every RNN, would be refused
-    )
-    keys, others = jax.tree.map(lambda leaf: gathered(leaf, placement), arrays[1:])
-    result = mapped(leaves, Arrays([spread(row, placement) for row in arrays.rows], keys, others))
-    gradient = [
-        jax.reshard(g, sharding) if moved else g
-        for g, sharding, moved in zip(result.gradient, before, is_moved, strict=True)
-    ]
-    return result._replace(gradient=gradient)
-
-
-def is_hashable(value: Any) -> bool:
+def _is_hashable(value: Any) -> bool:
     try:
         hash(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""A whole window: one `lax.scan` over its full micro-batches, then what is left over, then one reduction."""
+"""A whole window: the gradient of a batch, in one loop over its micro-batches and one reduction over devices."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,21 +9,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core.errors import LossError
-from ..core.weight import Reduction, as_terms, check_terms, is_number
-from .aux import Asked, Combine, combine
+from ..core.weight import Reduction, as_terms, check_terms, choose, counted, is_number, share, shares
+from .auxiliary import AuxSpec, Combine, combine
 from .batch import Arrays, Form, checked_weight, num_rows
-from .distributed import Axes, Shard, vary, varying
+from .distributed import Axes, Shard, add_up, vary
+from .internals import varying
 from .keys import Rng, for_micro_batch
+from .loop import Cut
 from .verify.time_major import warn_if_recurrent
 from .verify.uncut import check_uncut
 
 Loss = Callable[..., Any]
-Body = Callable[[Any, Any, int], tuple[Any, list[Any]]]
 
 
 @dataclass(frozen=True)
-class Window:
-    """Stands for
+class Spec:
+    """The options of `value_and_grad`, which stands for
 
         sums = total = 0
         for micro_batch in micro_batches(batch):
@@ -31,7 +32,7 @@ class Window:
             total += weight(micro_batch)
         gradient = sums / total
 
-    as one compiled loop, and for the loss and what it returns beside it likewise.
+    `WindowTrace` compiles this to one loop.
     """
 
     loss: Loss
@@ -39,17 +40,18 @@ class Window:
     weight: Callable[..., Any] | None
     has_aux: bool
     reduction: Reduction
-    aux: Asked
+    aux: AuxSpec
     rng: Rng
     accumulate_dtype: Any
 
 
-class Sums(NamedTuple):
+class _Sums(NamedTuple):
     """What is added up over the micro-batches."""
 
     gradient: list[Any]
     terms: list[Any]
     count: Any
+    """The weight, in units of a full micro-batch if it is the number of samples."""
     aux: list[Any]
 
 
@@ -63,85 +65,75 @@ class Result(NamedTuple):
     aux_added: list[Any]
 
 
-class Run:
-    """One trace of a window: on every device with its part of the batch, where `axes` are those of several."""
+class WindowTrace:
+    """One trace of a window. If several devices share the batch, each traces its own part.
 
-    def __init__(self, window: Window, form: Form, arrays: Arrays, axes: Axes = ()) -> None:
-        self.window = window
+    Args:
+        spec: The options.
+        form: The arguments of the loss, without their arrays.
+        arrays: The arrays among them.
+        axes: The axes of the mesh over which devices share the batch, if this is inside of a `shard_map`.
+    """
+
+    def __init__(self, spec: Spec, form: Form, arrays: Arrays, axes: Axes = ()) -> None:
+        self.spec = spec
         self.form = form
         self.arrays = arrays
         self.axes = axes
-        self.num_samples = num_rows(arrays)
-        self.size = min(window.micro_batch_size, self.num_samples)
-        self.num_full = self.num_samples // self.size
+        num_samples = num_rows(arrays)
+        size = min(spec.micro_batch_size, num_samples)
+        self.cut = Cut(num_samples, size, num_parts=size)
+        self._unit = size if spec.weight is None else 1
 
     def result(self, parameters: Any, shards: list[Shard] | None = None) -> Result:
-        """What is reduced over devices is reduced here, once; `shards` are the parts of parameters that they keep."""
+        """The loss, the gradient and aux of the whole batch.
+
+        Args:
+            parameters: The arguments to differentiate by.
+            shards: Which part of each parameter, and so of its gradient, this device keeps.
+        """
         shards = shards or [Shard.inside(leaf, self.axes) for leaf in jax.tree.leaves(parameters)]
         parameters = vary(parameters, self.axes)
-        self.look(parameters)
-        totals = self.totals() if self.has_totals else ()
+        self.inspect(parameters)
+        totals = self._totals() if self._has_totals else ()
 
-        def body(sums: Sums, number: Any, size: int) -> tuple[Sums, list[Any]]:
-            micro_batch = self.micro_batch(number, size)
-            weights = self.weights(micro_batch)
-            scales = [share(*pair) for pair in zip(weights, totals, strict=True)] if totals else [1] * self.num_terms
-            terms, aux, gradient = self.gradient(parameters, micro_batch, scales)
-            count = weights[0] if weights else size / self.size
-            factor = count if self.is_divided else 1
-            found = Sums(
-                [times(g, factor, s.dtype) for g, s in zip(jax.tree.leaves(gradient), sums.gradient, strict=True)],
-                [times(term, scale * factor, self.dtype) for term, scale in zip(terms, scales, strict=True)],
-                jnp.asarray(count, self.dtype),
-                [times(leaf, count if way == "mean" else 1, s.dtype)
-                 for (leaf, way), s in zip(self.combine.added(aux), sums.aux, strict=True)],
-            )  # fmt: skip
-            return jax.tree.map(plus, sums, found), self.combine.rows(aux)
+        def body(sums: _Sums, number: Any, size: int) -> tuple[_Sums, list[Any]]:
+            return self._accumulate(sums, parameters, self.micro_batch(number, size), totals)
 
-        sums, rows = self.loop(body, self.zeros(parameters))
-        sums = Sums([shard.reduce(g) for shard, g in zip(shards, sums.gradient, strict=True)],
-                    *(lax.psum(sums[1:], self.axes) if self.axes else sums[1:]))  # fmt: skip
-        return self.finished(sums, totals, rows, parameters)
+        sums, rows = self.cut.loop(body, self._zeros(parameters))
+        return self._finish(self._reduce(sums, shards), totals, self.cut.join(rows), parameters)
 
     # --- before the loop -------------------------------------------------------------------------------------
 
-    def look(self, parameters: Any) -> None:
-        """What the loss returns, from a trace that never runs."""
-        micro_batch = self.micro_batch(0, self.size)
+    def inspect(self, parameters: Any) -> None:
+        """Finds out what the loss returns, in a trace that never runs, and refuses what cannot be accumulated."""
+        micro_batch = self.micro_batch(0, self.cut.size)
 
         def trace(num_samples: int) -> Any:
-            return self.trace(parameters, micro_batch, num_samples)
+            return self._trace(parameters, micro_batch, num_samples)
 
-        num_all = self.num_samples * (lax.axis_size(self.axes) if self.axes else 1)
-        is_cut = self.size < num_all
+        num_all = self.cut.num_samples * self._num_devices()
+        is_cut = self.cut.size < num_all
         if is_cut:
-            for num in {self.num_samples, num_all}:
+            for num in {self.cut.num_samples, num_all}:
                 check_uncut(self.form, self.arrays, num, trace)
-        self.terms_like, self.aux_like = jax.eval_shape(self.loss, parameters, micro_batch)
+        self._terms_like, self._aux_like = jax.eval_shape(self.loss, parameters, micro_batch)
         if is_cut:
-            warn_if_recurrent(lambda size: trace(size).jaxpr.jaxpr, self.size)
-        terms = self.terms_like
-        if not terms:
-            raise LossError("the loss returned 0 terms: return a mean over the micro-batch, or a tuple of them")
-        for term in terms:
-            if not hasattr(term, "shape") or term.shape or not jnp.issubdtype(term.dtype, jnp.floating):
-                raise LossError(
-                    f"the loss returned {described(term)}: return a mean over the micro-batch, a real scalar, or a "
-                    "tuple of them; or (loss, aux) with has_aux=True"
-                )
-        self.check_unreduced(terms)
-        self.num_terms = len(terms)
-        self.terms_dtype = jnp.result_type(*(term.dtype for term in terms))
-        self.dtype = jnp.promote_types(self.terms_dtype, jnp.float32)
-        of_more = trace(2 * self.size).out_info[1] if self.window.has_aux else None
-        self.combine: Combine = combine(self.window.aux, self.aux_like, of_more, self.size)
-        self.has_totals = self.window.weight is not None and self.num_terms > 1 and self.window.reduction == "mean"
-        self.is_divided = self.window.reduction == "mean" and not self.has_totals
+            warn_if_recurrent(lambda size: trace(size).jaxpr.jaxpr, self.cut.size)
+        self._check_loss(self._terms_like)
+        self.num_terms = len(self._terms_like)
+        self.terms_dtype = jnp.result_type(*(term.dtype for term in self._terms_like))
+        self._dtype = jnp.promote_types(self.terms_dtype, jnp.float32)
+        aux_of_more = trace(2 * self.cut.size).out_info[1] if self.spec.has_aux else None
+        self.combine: Combine = combine(self.spec.aux, self._aux_like, aux_of_more, self.cut.size)
+        is_mean = self.spec.reduction == "mean"
+        self._has_totals = self.spec.weight is not None and self.num_terms > 1 and is_mean
+        self._is_divided = is_mean and not self._has_totals
         weights = jax.eval_shape(lambda: [jnp.asarray(weight) for weight in self.weights(micro_batch)])
-        self.weights_vary = varying(weights) | set(self.axes)
+        self._weights_vary = varying(weights) | set(self.axes)
 
-    def trace(self, parameters: Any, micro_batch: Arrays, num_samples: int) -> Any:
-        """The loss traced with so many samples."""
+    def _trace(self, parameters: Any, micro_batch: Arrays, num_samples: int) -> Any:
+        """The loss, traced with another number of samples."""
 
         def loss(parameters: Any, rows: list[Any]) -> Any:
             return self.loss(parameters, micro_batch._replace(rows=rows))
@@ -149,176 +141,174 @@ class Run:
         rows = [jax.ShapeDtypeStruct((num_samples, *row.shape[1:]), row.dtype) for row in self.arrays.rows]
         return jax.jit(loss).trace(parameters, rows)
 
-    def totals(self) -> tuple[Any, ...]:
-        """The total weight of each term; where there are several, each is divided by its own before it is added."""
+    def _check_loss(self, terms: tuple[Any, ...]) -> None:
+        if not terms:
+            raise LossError("the loss returned 0 terms: return a mean over the micro-batch, or a tuple of them")
+        for term in terms:
+            if not hasattr(term, "shape") or term.shape or not jnp.issubdtype(term.dtype, jnp.floating):
+                kind = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", term)
+                raise LossError(
+                    f"the loss returned {kind}: return a mean over the micro-batch, a real scalar, or a "
+                    "tuple of them; or (loss, aux) with has_aux=True"
+                )
+        is_seen = varying(self.arrays.rows)  # empty with check_vma=False
+        if reduced := [axis for axis in self.axes if axis in is_seen and axis not in varying(terms)]:
+            raise LossError(
+                f"the loss is the same on all devices of {reduced[0]!r}, so it was reduced over them already: "
+                "return the mean over the device's own micro-batch"
+            )
+
+    def _totals(self) -> tuple[Any, ...]:
+        """The total weight of each term. If there are several, each is divided by its own before they are added."""
 
         def body(totals: tuple[Any, ...], number: Any, size: int) -> tuple[tuple[Any, ...], list[Any]]:
             weights = self.weights(self.micro_batch(number, size))
-            return tuple(plus(t, jnp.asarray(w, self.dtype)) for t, w in zip(totals, weights, strict=True)), []
+            return tuple(_plus(t, jnp.asarray(w, self._dtype)) for t, w in zip(totals, weights, strict=True)), []
 
-        zeros = (vary(jnp.zeros((), self.dtype), self.weights_vary),) * self.num_terms
-        totals, _ = self.loop(body, zeros)
-        return lax.psum(totals, self.axes) if self.axes else totals
+        zeros = (vary(jnp.zeros((), self._dtype), self._weights_vary),) * self.num_terms
+        totals, _ = self.cut.loop(body, zeros)
+        return add_up(totals, self.axes)
 
-    def zeros(self, parameters: Any) -> Sums:
+    def _zeros(self, parameters: Any) -> _Sums:
         def like(parameter: Any) -> Any:
-            dtype = self.window.accumulate_dtype or jnp.promote_types(parameter.dtype, jnp.float32)
+            dtype = self.spec.accumulate_dtype or jnp.promote_types(parameter.dtype, jnp.float32)
             return jnp.zeros_like(parameter, jnp.promote_types(parameter.dtype, dtype))
 
-        def beside(leaf: Any, dtype: Any) -> Any:
-            return vary(jnp.zeros(leaf.shape, dtype), self.weights_vary | varying(leaf))
+        def zeros(leaf: Any, dtype: Any) -> Any:
+            return vary(jnp.zeros(leaf.shape, dtype), self._weights_vary | varying(leaf))
 
-        return Sums(
+        def aux_dtype(leaf: Any, way: str) -> Any:
+            if _is_exact(leaf):
+                return jnp.promote_types(leaf.dtype, jnp.int32) if way == "sum" else self._dtype
+            return jnp.promote_types(leaf.dtype, jnp.float32)
+
+        return _Sums(
             [like(p) for p in jax.tree.leaves(parameters)],
-            [beside(term, self.dtype) for term in self.terms_like],
-            vary(jnp.zeros((), self.dtype), self.weights_vary),
-            [beside(leaf, self.wide(leaf, way)) for leaf, way in self.combine.added(self.aux_like)],
+            [zeros(term, self._dtype) for term in self._terms_like],
+            vary(jnp.zeros((), self._dtype), self._weights_vary),
+            [zeros(leaf, aux_dtype(leaf, way)) for leaf, way in self.combine.added(self._aux_like)],
         )
-
-    def wide(self, leaf: Any, way: str) -> Any:
-        """The dtype in which leaves of aux are added up."""
-        if is_whole(leaf):
-            return jnp.promote_types(leaf.dtype, jnp.int32) if way == "sum" else self.dtype
-        return jnp.promote_types(leaf.dtype, jnp.float32)
 
     # --- one micro-batch -------------------------------------------------------------------------------------
 
     def micro_batch(self, number: Any, size: int) -> Arrays:
-        """The micro-batch of this number; all before it are full.
-
-        A full one takes every `num_full`th sample, so that where devices share the batch each has a part of it.
-        """
-        is_only = self.size == self.num_samples and not self.axes
-        keys = self.arrays.keys if is_only else for_micro_batch(self.arrays.keys, self.window.rng, number, self.axes)
-        end = self.num_full * self.size
-
-        def taken(row: Any) -> Any:
-            if size < self.size:
-                return row[end:]
-            strided = row[:end].reshape(self.size, self.num_full, *row.shape[1:])
-            return lax.dynamic_index_in_dim(strided, number, 1, keepdims=False)
-
-        return Arrays([taken(row) for row in self.arrays.rows], keys, self.arrays.whole)
+        """The arrays of one micro-batch, with keys of its own."""
+        is_only = self.cut.size == self.cut.num_samples and not self.axes
+        keys = self.arrays.keys if is_only else for_micro_batch(self.arrays.keys, self.spec.rng, number, self.axes)
+        return Arrays([self.cut.take(row, number, size) for row in self.arrays.rows], keys, self.arrays.whole)
 
     def loss(self, parameters: Any, micro_batch: Arrays) -> tuple[tuple[Any, ...], Any]:
         """The terms of the loss, and aux."""
         args, kwargs = self.form.bind(parameters, micro_batch)
-        found = self.window.loss(*args, **kwargs)
+        found = self.spec.loss(*args, **kwargs)
         try:
             found = jax.tree.map(jnp.asarray, found)
         except (TypeError, ValueError) as error:
-            raise LossError(
-                f"the loss returned {found!r}: return numbers alone, as arrays or as Python has them"
-            ) from error
-        if not self.window.has_aux:
+            raise LossError(f"the loss returned {found!r}: return nothing but numbers and arrays") from error
+        if not self.spec.has_aux:
             return as_terms(found), None
         if not (isinstance(found, tuple) and len(found) == 2):
-            raise LossError("with has_aux the loss returns (loss, aux), but this one returned something else")
+            raise LossError("with has_aux=True the loss must return (loss, aux), but it returned something else")
         return as_terms(found[0]), found[1]
 
     def weights(self, micro_batch: Arrays) -> tuple[Any, ...]:
-        """Over how many each term is a mean; nothing where that is the samples."""
-        if self.window.weight is None:
-            return ()
-        found = as_terms(self.window.weight(*self.form.batch(micro_batch)))
+        """Over how much each term is a mean: the samples, or what the user's `weight` returns."""
+        if self.spec.weight is None:
+            return (num_rows(micro_batch),) * self.num_terms
+        found = as_terms(self.spec.weight(*self.form.batch(micro_batch)))
         check_terms(self.num_terms, len(found))
-        return tuple(checked_weight(w, self.dtype) for w in found)
+        return tuple(checked_weight(w, self._dtype) for w in found)
 
-    def gradient(self, parameters: Any, micro_batch: Arrays, scales: list[Any]) -> tuple[Any, Any, Any]:
-        """The terms, aux, and the gradient of the sum of the scaled terms."""
+    def _accumulate(
+        self, sums: _Sums, parameters: Any, micro_batch: Arrays, totals: tuple[Any, ...]
+    ) -> tuple[_Sums, list[Any]]:
+        """The sums with one more micro-batch, and the leaves of aux with a row for each sample.
 
-        def scaled(parameters: Any, scales: list[Any]) -> tuple[Any, Any]:
+        If totals are known, losses are multiplied by w_k / W before the gradient is taken. If not, gradients are
+        multiplied by w_k, in the dtype in which they add up, and divided after the loop.
+        """
+        weights = self.weights(micro_batch)
+        before = shares(weights, totals, where=jnp.where) if totals else (1.0,) * self.num_terms
+        terms, aux, gradient = self._gradient(parameters, micro_batch, before)
+        count = share(weights[0], self._unit)
+        after = count if self._is_divided else 1.0
+        added = _Sums(
+            [_counted(g, after, s.dtype) for g, s in zip(jax.tree.leaves(gradient), sums.gradient, strict=True)],
+            [_counted(term, b * after, self._dtype) for term, b in zip(terms, before, strict=True)],
+            jnp.asarray(count, self._dtype),
+            [_counted(leaf, count if way == "mean" else 1, s.dtype)
+             for (leaf, way), s in zip(self.combine.added(aux), sums.aux, strict=True)],
+        )  # fmt: skip
+        return jax.tree.map(_plus, sums, added), self.combine.rows(aux)
+
+    def _gradient(self, parameters: Any, micro_batch: Arrays, by: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        """The terms, aux, and the gradient of the sum of the terms, each multiplied by its share."""
+
+        def loss(parameters: Any, by: tuple[Any, ...]) -> tuple[Any, Any]:
             terms, aux = self.loss(parameters, micro_batch)
-            return sum(times(term, s, self.terms_dtype) for term, s in zip(terms, scales, strict=True)), (terms, aux)
+            return sum(_counted(term, b, self.terms_dtype) for term, b in zip(terms, by, strict=True)), (terms, aux)
 
-        gradient_of = jax.grad(scaled, has_aux=True)
-        gradient, (terms, aux) = gradient_of(parameters, scales)
-        if not self.has_totals:
+        gradient_of = jax.grad(loss, has_aux=True)
+        gradient, (terms, aux) = gradient_of(parameters, by)
+        if not self._has_totals:
             return terms, aux, gradient
 
         def one_by_one() -> Any:
-            """A term that counts zero may be 0/0, and the zero that it is multiplied by does not help its gradient."""
-            found = [
-                jax.tree.map(lambda g, s=scale: jnp.where(s == 0, 0, g), gradient_of(parameters, only(scales, k))[0])
-                for k, scale in enumerate(scales)
-            ]
+            """For a term that counts 0 and may be 0/0: multiplying its loss by 0 leaves NaN in the gradient."""
+            found = []
+            for k, b in enumerate(by):
+                alone = tuple(b if term == k else 0 for term in range(self.num_terms))
+                found.append(jax.tree.map(lambda g, b=b: jnp.where(b == 0, 0, g), gradient_of(parameters, alone)[0]))
             return jax.tree.map(lambda *gradients: sum(gradients), *found)
 
-        has_zero = jnp.any(jnp.stack([scale == 0 for scale in scales]))
+        has_zero = jnp.any(jnp.stack([b == 0 for b in by]))
         return terms, aux, lax.cond(has_zero, one_by_one, lambda: gradient)
 
-    def check_unreduced(self, terms: tuple[Any, ...]) -> None:
-        is_seen = varying(self.arrays.rows)  # nothing is, with check_vma=False
-        if done := [axis for axis in self.axes if axis in is_seen and axis not in varying(terms)]:
-            raise LossError(
-                f"the loss is the same on all devices of {done[0]!r}, so it was reduced over them already: "
-                "return the mean over the device's own micro-batch"
-            )
+    # --- after the loop --------------------------------------------------------------------------------------
 
-    # --- the loop, and what comes after it ---------------------------------------------------------------------
+    def _num_devices(self) -> int:
+        return int(lax.axis_size(self.axes)) if self.axes else 1
 
-    def loop(self, body: Body, carry: Any) -> tuple[Any, list[Any]]:
-        """Runs `body(carry, number, size) -> carry, rows` for each micro-batch, and joins the rows."""
-        if self.num_full == 1:
-            carry, rows = body(carry, 0, self.size)
-        else:
-            carry, rows = lax.scan(lambda carry, k: body(carry, k, self.size), carry, jnp.arange(self.num_full))
-            rows = [row.swapaxes(0, 1).reshape(-1, *row.shape[2:]) for row in rows]
-        if rest := self.num_samples % self.size:  # shapes are fixed in JAX, so the scan has no short micro-batch
-            carry, last = body(carry, self.num_full, rest)
-            rows = [jnp.concatenate(pair) for pair in zip(rows, last, strict=True)]
-        return carry, rows
+    def _reduce(self, sums: _Sums, shards: list[Shard]) -> _Sums:
+        """The sums of all devices: the one reduction of a window."""
+        gradient = [shard.reduce(g) for shard, g in zip(shards, sums.gradient, strict=True)]
+        return _Sums(gradient, *add_up(sums[1:], self.axes))
 
-    def finished(self, sums: Sums, totals: tuple[Any, ...], rows: list[Any], parameters: Any) -> Result:
-        """Sums divided once, in the dtypes that the full batch has."""
-        count = sums.count
-        if self.window.weight is None:
-            num_devices = lax.axis_size(self.axes) if self.axes else 1
-            count = self.num_samples / self.size * num_devices
-        gradient = [
-            (share(g, count) if self.is_divided else g).astype(p.dtype)
-            for g, p in zip(sums.gradient, jax.tree.leaves(parameters), strict=True)
-        ]
-        value = sum(sums.terms)
-        if self.is_divided:
-            value = value / count
-        elif totals:
-            value = jnp.where(sum(totals) == 0, jnp.nan, value)
-        added = [
-            (leaf / count if way == "mean" else leaf).astype(leaf.dtype if is_whole(like) else like.dtype)
-            for leaf, (like, way) in zip(sums.aux, self.combine.added(self.aux_like), strict=True)
-        ]
+    def _finish(self, sums: _Sums, totals: tuple[Any, ...], rows: list[Any], parameters: Any) -> Result:
+        """The sums as means, in the dtypes of the full batch. The mean over nothing is NaN, its gradient 0."""
+        total = sums.count
+        if self.spec.weight is None:
+            total = share(self.cut.num_samples * self._num_devices(), self._unit)
+
+        def mean(sums: Any) -> Any:
+            return share(sums, total, _where(total)) if self._is_divided else sums
+
+        value = mean(sum(sums.terms))
+        if self.spec.reduction == "mean":
+            value = jnp.where(sum(totals or (total,)) == 0, jnp.nan, value)
+        gradient = [mean(g).astype(p.dtype) for g, p in zip(sums.gradient, jax.tree.leaves(parameters), strict=True)]
+        added = []
+        for leaf, (like, way) in zip(sums.aux, self.combine.added(self._aux_like), strict=True):
+            if way == "mean":
+                leaf = jnp.where(total == 0, jnp.nan, share(leaf, total, _where(total)))
+            added.append(leaf if _is_exact(like) else leaf.astype(like.dtype))
         return Result(value.astype(self.terms_dtype), gradient, rows, added)
 
 
-def described(value: Any) -> Any:
-    """Arrays as JAX writes them in its own messages: float32[8,2]."""
-    return jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", value)
+def _where(value: Any) -> Any:
+    """The `where` for the heart: plain numbers are decided while tracing."""
+    return choose if is_number(value) else jnp.where
 
 
-def plus(sums: Any, found: Any) -> Any:
-    return sums + vary(found, varying(sums))
+def _counted(value: Any, by: Any, dtype: Any) -> Any:
+    """The value times its share, multiplied in this dtype."""
+    return jnp.asarray(counted(value.astype(dtype), by, _where(by)), dtype)
 
 
-def times(value: Any, factor: Any, dtype: Any) -> Any:
-    """The product in this dtype; what counts zero is zero, even if it is not a number (0/0)."""
-    value = value.astype(dtype)
-    if is_number(factor):
-        return value if factor == 1 else value * factor if factor else jnp.zeros_like(value)
-    return jnp.where(factor == 0, 0, value * factor).astype(dtype)
+def _plus(sums: Any, added: Any) -> Any:
+    return sums + vary(added, varying(sums))
 
 
-def share(part: Any, whole: Any) -> Any:
-    """part / whole, and nothing of nothing is nothing."""
-    if is_number(whole):
-        return part / whole if whole else 0 * part
-    return jnp.where(whole == 0, 0, part / jnp.where(whole == 0, 1, whole))
-
-
-def only(scales: list[Any], number: int) -> list[Any]:
-    return [scale if k == number else 0 for k, scale in enumerate(scales)]
-
-
-def is_whole(leaf: Any) -> bool:
-    """Whether these are integers or truth values."""
+def _is_exact(leaf: Any) -> bool:
+    """Whether these are integers or booleans."""
     return not jnp.issubdtype(leaf.dtype, jnp.inexact)

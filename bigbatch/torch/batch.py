@@ -1,4 +1,4 @@
-"""A batch is any nest of tensors: what its size is and how it is cut."""
+"""A batch is any nest of tensors: its size, and how it is cut."""
 
 import copy
 import dataclasses
@@ -14,15 +14,20 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from ..core.batch import shared_size
 from ..core.errors import BatchError
 from ..core.window import Window, check_lists, rank_slices
 
-MIN_SAMPLES = 3
-"""Two tensors of one shape are an input and its target."""
+_MIN_SAMPLES = 3
+"""A list of fewer tensors of one shape is no list of samples: two are an input and its target."""
+_REMEDY = (
+    "; pass what belongs to no sample to the loss in another way, and feed lists with an item for each sample (the "
+    "boxes of each image) to step() as a Window of micro-batches, with weight=…"
+)
 
 
 def map_tensors(change: Callable[[Tensor], Any], nest: Any) -> Any:
-    """The same nest with every tensor changed; what is no tensor stays as it is."""
+    """The same nest with every tensor changed; other values stay as they are."""
     if isinstance(nest, Tensor):
         return change(nest)
     if isinstance(nest, tuple):
@@ -42,7 +47,7 @@ def map_tensors(change: Callable[[Tensor], Any], nest: Any) -> Any:
         for key, item in mapped.items():
             changed[key] = item
         return changed
-    if is_dataclass(nest):
+    if _is_dataclass(nest):
         changed = _copied(nest)
         for field in dataclasses.fields(nest):
             object.__setattr__(changed, field.name, map_tensors(change, getattr(nest, field.name)))
@@ -51,7 +56,7 @@ def map_tensors(change: Callable[[Tensor], Any], nest: Any) -> Any:
 
 
 def _tuple_like(nest: tuple[Any, ...], row: list[Any]) -> Any:
-    """A tuple of the same class with other items, without a call of its __new__, which may want other arguments."""
+    """A tuple of the same class with other items. Its `__new__` is not called: it may take other arguments."""
     if type(nest) is tuple:
         return tuple(row)
     if type(nest).__new__ is not tuple.__new__ and not isinstance(type(nest).__new__, FunctionType):
@@ -63,7 +68,7 @@ def _tuple_like(nest: tuple[Any, ...], row: list[Any]) -> Any:
 
 
 def _copied(nest: Any) -> Any:
-    """Of the same class, without what it keeps of all samples beside its items."""
+    """An object of the same class, without cached properties, which were computed from all samples."""
     changed = copy.copy(nest)
     own = getattr(nest, "__dict__", {})
     if own is nest:  # a dict whose items are its attributes
@@ -76,8 +81,8 @@ def _copied(nest: Any) -> Any:
 
 
 def leaves(nest: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Everything in the nest with the name it goes by, in the order of `map_tensors`."""
-    found = items(nest, name)
+    """Everything in the nest with its name, in the order of `map_tensors`."""
+    found = _items(nest, name)
     if found is None:
         yield name, nest
     else:
@@ -85,20 +90,20 @@ def leaves(nest: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from leaves(item, part)
 
 
-def items(nest: Any, name: str) -> list[tuple[str, Any]] | None:
-    """What a nest is made of; None if this is none."""
+def _items(nest: Any, name: str) -> list[tuple[str, Any]] | None:
+    """The items of a nest with their names; None if this is not a nest."""
     if isinstance(nest, tuple | list):
         fields = getattr(nest, "_fields", None)
         return [(f"{name}.{fields[k]}" if fields else f"{name}[{k}]", item) for k, item in enumerate(nest)]
     if isinstance(nest, Mapping):
         return [(f"{name}[{key!r}]", item) for key, item in nest.items()]
-    if is_dataclass(nest):
+    if _is_dataclass(nest):
         return [(f"{name}.{field.name}", getattr(nest, field.name)) for field in dataclasses.fields(nest)]
     return None
 
 
 def is_row(nest: Any) -> bool:
-    """Whether this is a plain tuple of tensors: the usual case, which needs no detour."""
+    """Whether this is a plain tuple of tensors: the usual case, which is handled without recursion."""
     return type(nest) is tuple and set(map(type, nest)) == {Tensor}
 
 
@@ -107,12 +112,12 @@ def tensors(nest: Any) -> list[Tensor]:
     return list(nest) if is_row(nest) else [leaf for _, leaf in leaves(nest, "") if isinstance(leaf, Tensor)]
 
 
-def is_dataclass(nest: Any) -> bool:
+def _is_dataclass(nest: Any) -> bool:
     return dataclasses.is_dataclass(nest) and not isinstance(nest, type)
 
 
 def is_empty(batch: Any) -> bool:
-    """Whether a rank has nothing: None, a window without micro-batches, or tensors without samples."""
+    """Whether this is no data: None, a window without micro-batches, or tensors without samples."""
     if batch is None or isinstance(batch, Window):
         return not batch
     found = tensors(batch)
@@ -120,47 +125,41 @@ def is_empty(batch: Any) -> bool:
 
 
 def batch_size(batch: Any, name: str = "batch") -> int:
-    """The size of the leading axis that all tensors share. A tensor without axes has none to share."""
-    is_plain = is_row(batch)
-    if not is_plain:
-        _refuse_packed(batch, name)
-        _refuse_samples(batch, name)
-    sizes = {tensor.size(0) for tensor in (batch if is_plain else tensors(batch)) if tensor.ndim}
-    if len(sizes) == 1 and 0 not in sizes:
-        size = sizes.pop()
-        if not is_plain:
-            _refuse_arrays(batch, name, size)
-        return size
-    if not sizes:
-        raise BatchError(
-            f"the {name} has no tensor with a batch axis ({type(batch).__name__}): pass a tensor or a nest of tensors"
-        )
+    """The size of the leading axis that all tensors share. 0-dim tensors have no samples and are passed whole.
+
+    Args:
+        batch: A nest of tensors.
+        name: What error messages call it.
+
+    Raises:
+        BatchError: The tensors do not share their leading axis, or it is not that of samples.
+    """
+    if is_row(batch):
+        sizes: set[int] = {tensor.size(0) for tensor in batch if tensor.ndim}
+        if len(sizes) == 1 and 0 not in sizes:
+            return sizes.pop()
+    _refuse_packed(batch, name)
+    _refuse_samples(batch, name)
     named = [(leaf, t.size(0)) for leaf, t in leaves(batch, name) if isinstance(t, Tensor) and t.ndim]
-    first, size = named[0]
-    for leaf, other in named:
-        if other != size:
-            raise BatchError(
-                f"{first} has {size} samples but {leaf} has {other}: all tensors of a batch share their leading "
-                "axis; what belongs to no sample goes into the loss by other ways, and lists with an item for each "
-                "sample (the boxes of each image) go to step() as a Window of micro-batches, with weight=…"
-            )
-    raise BatchError(f"{first} has 0 samples: leave empty batches out of the stream")
+    size = shared_size(named, batch, _REMEDY, name=name)
+    _refuse_arrays(batch, name, size)
+    return size
 
 
 def _refuse_packed(batch: Any, name: str) -> None:
-    """The rows of a PackedSequence are times, and those of each are fewer."""
+    """A PackedSequence has rows for time steps, each with fewer samples than the one before."""
     if isinstance(batch, PackedSequence):
         raise BatchError(
             f"the {name} is a PackedSequence of {len(batch.batch_sizes)} times, which has no axis of samples: pass "
             "padded tensors and their lengths, and pack them in the loss"
         )
-    for part, item in items(batch, name) or ():
+    for part, item in _items(batch, name) or ():
         _refuse_packed(item, part)
 
 
 def _refuse_samples(batch: Any, name: str) -> None:
-    """A list may be of samples (`collate_fn=list`) or of tensors that have all samples: alike, they could be either."""
-    if not isinstance(batch, list) or len(batch) < MIN_SAMPLES:
+    """Raises if a list could be one of samples (`collate_fn=list`), or of tensors that each have all samples."""
+    if not isinstance(batch, list) or len(batch) < _MIN_SAMPLES:
         return
     shapes = [[tuple(leaf.shape) for leaf in tensors(item)] for item in batch]
     if any(any(row) for row in shapes) and all(row == shapes[0] for row in shapes):
@@ -173,7 +172,7 @@ def _refuse_samples(batch: Any, name: str) -> None:
 
 
 def _refuse_arrays(batch: Any, name: str, size: int) -> None:
-    """What is no tensor goes to every micro-batch whole; an array with a row per sample was not meant to."""
+    """Raises for an array with a row for each sample: values that are not tensors are passed whole."""
     for leaf, item in leaves(batch, name):
         if isinstance(item, np.ndarray) and item.ndim and len(item) == size > 1:
             raise BatchError(
@@ -183,10 +182,15 @@ def _refuse_arrays(batch: Any, name: str, size: int) -> None:
 
 
 def cut(batch: Any, micro_batch_size: int, *, is_one_too_few: bool = False) -> tuple[list[Any], list[int]]:
-    """The micro-batches, in the memory of the batch where torch can do that, and their sizes.
+    """The micro-batches, views of the batch where torch can make them, and their sizes.
 
-    If one sample is too few, because BatchNorm has nothing to normalise by, the last full one leaves one of its own to
-    a remainder of one.
+        micro_batches = [batch[k : k + micro_batch_size] for k in range(0, len(batch), micro_batch_size)]
+
+    Args:
+        batch: A nest of tensors.
+        micro_batch_size: The size of all micro-batches but the last, which has the rest.
+        is_one_too_few: Whether a micro-batch of one sample is to be avoided, from which BatchNorm has no statistics:
+            the last two are then one sample shorter and one longer.
     """
     size = batch_size(batch)
     if micro_batch_size == 1:
@@ -202,12 +206,12 @@ def cut(batch: Any, micro_batch_size: int, *, is_one_too_few: bool = False) -> t
 
 
 def detached(batch: Any) -> Any:
-    """The same memory, which autograd takes for tensors of their own: a loss may write parameters into them."""
+    """Tensors in the same memory that are no views to autograd, so that a loss may write parameters into them."""
     return map_tensors(Tensor.detach, batch)
 
 
 def share(batch: Any, rank: int, num_ranks: int) -> Any:
-    """What one rank has of a batch that all of them know; None if that is nothing."""
+    """One rank's part of a batch that all ranks have; None if it has no sample."""
     part = rank_slices(batch_size(batch), num_ranks)[rank]
     if part.start == part.stop:
         return None
@@ -229,7 +233,7 @@ def _pieces(tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:
         return [tensor] * len(sizes)
     if tensor.layout is torch.strided and not tensor.is_nested:
         pieces: tuple[Tensor, ...] = tensor.split(sizes)
-        if tensor.requires_grad:  # the user wants its gradient, too
+        if tensor.requires_grad:  # the user wants its gradient
             return pieces
         return [piece.detach() for piece in pieces]  # a loss may write parameters into them, but not into views
     if tensor.layout is torch.sparse_coo:

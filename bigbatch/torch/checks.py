@@ -1,7 +1,6 @@
-"""What can be seen to be wrong before anything is changed."""
+"""Checks of the model, the optimizer and the loss, before anything is changed."""
 
 import inspect
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..core.errors import BatchError, BigBatchWarning, LossError, OptionError, OrderError
+from ..core.batch import warn_of_batch_norm
+from ..core.errors import BatchError, LossError, OptionError, OrderError
 from ..core.weight import Terms, check_terms
+from .internals import BatchNorm, is_stepped_in_backward
 
 
 def check_model(model: Any) -> None:
@@ -30,7 +30,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} asks for a closure, to compute the loss several times in one step, "
             "which accumulation cannot offer: use an optimizer that steps on one gradient"
         )
-    check_own_scaler(optimizer)
+    _check_own_scaler(optimizer)
     held = {p for group in optimizer.param_groups for p in group["params"]}
     own = set(model.parameters())
     if held.isdisjoint(own):
@@ -48,27 +48,26 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"{len(unmade)} of {len(held)} parameters ({unmade[0]} first) are on the device meta, where they have no "
             'values: call model.to_empty(device="cpu") and load them before'
         )
-    # torch 2.13 marks parameters so; its hooks sit on nodes of the graph, where they cannot be set aside
-    if stepped := [name for name, p in model.named_parameters() if hasattr(p, "_in_backward_optimizers")]:
+    if stepped := [name for name, p in model.named_parameters() if is_stepped_in_backward(p)]:
         raise OptionError(
             f"{len(stepped)} of {len(own)} parameters ({stepped[0]} first) are stepped in every backward pass by "
             "_apply_optimizer_in_backward, so with every micro-batch: make the model without it"
         )
 
 
-def check_own_scaler(optimizer: Any) -> None:
-    """accelerate's optimizer (1.15) has the GradScaler of its Accelerator, which unscales what it did not scale."""
+def _check_own_scaler(optimizer: Any) -> None:
+    """accelerate's optimizer (1.15) has the GradScaler of its Accelerator, which would unscale an unscaled gradient."""
     scaler = getattr(optimizer, "scaler", None)
     if isinstance(scaler, GradScaler) and scaler.is_enabled():
         raise OptionError(
             f"the {type(optimizer).__name__} has a GradScaler of its own, which would divide gradients by its scale of "
-            f"{scaler.get_scale():g} that nobody multiplied losses by: pass the optimizer inside of it "
+            f"{scaler.get_scale():g} although no loss was multiplied by it: pass the optimizer inside of it "
             "(optimizer.optimizer), and that GradScaler as scaler=…"
         )
 
 
 def refuse_held_back(*prepared: Any) -> None:
-    """Before a step: inside of accelerate's `accumulate()` (1.15), its optimizers and schedulers do nothing."""
+    """Raises before a step inside of accelerate's `accumulate()`, whose optimizers and schedulers do nothing (1.15)."""
     for one in prepared:
         state = getattr(one, "gradient_state", None)
         if state is not None and not getattr(state, "sync_gradients", True):
@@ -101,7 +100,7 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def check_loss(terms: Terms, num_weights: int) -> None:
-    """Refuses what no gradient can be taken of."""
+    """Raises LossError unless the loss has as many terms as weights, each one real number with a graph."""
     check_terms(len(terms), num_weights)
     has_graph = False
     for term in terms:
@@ -123,33 +122,24 @@ def check_loss(terms: Terms, num_weights: int) -> None:
 
 
 def tell_batch_norm(model: nn.Module) -> bool:
-    """Says that BatchNorm sees micro-batches; returns whether it does."""
-    names = batch_norms(model)
-    if names:
-        warnings.warn(
-            f"{len(names)} BatchNorm layer{'s' * (len(names) != 1)} in training mode ({names[0]} first) normalise by "
-            "the micro-batch, so the result is not that of the full batch: put them into eval mode, or use "
-            "GroupNorm or LayerNorm, to be exact; verify() shows how far apart it is",
-            BigBatchWarning,
-            stacklevel=5,
-        )
-    return bool(names)
+    """Warns that BatchNorm sees micro-batches; returns whether it does."""
+    return warn_of_batch_norm(batch_norms(model), "put them into eval mode", stacklevel=5)
 
 
 def batch_norms(model: nn.Module) -> list[str]:
-    """The names of the BatchNorm layers that normalise by what they are fed."""
-    return [
-        name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and normalises_by_batch(module)
-    ]
+    """The names of the BatchNorm layers that normalise by the batch they are given."""
+    named = model.named_modules()
+    return [name for name, module in named if isinstance(module, BatchNorm) and normalises_by_batch(module)]
 
 
 def normalises_by_batch(module: Any) -> bool:
+    """Whether a BatchNorm layer uses the statistics of the batch it is given."""
     return bool(module.training or module.running_mean is None)
 
 
 @contextmanager
 def one_sample_explained(sizes: Sequence[int]) -> Iterator[None]:
-    """Inside, BatchNorm's error about a single value says which micro-batch that is in."""
+    """Around the passes of micro-batches of these sizes: explains BatchNorm's error about a single sample."""
     try:
         yield
     except ValueError as error:
@@ -162,4 +152,4 @@ def one_sample_explained(sizes: Sequence[int]) -> Iterator[None]:
 
 
 def batch_norm_modules(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return [module for module in model.modules() if isinstance(module, BatchNorm)]

@@ -12,10 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # noqa: F401 - what all BatchNorm layers derive from
-from torch.nn.modules.dropout import _DropoutNd as Dropout  # noqa: F401 - the same for dropout
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401 - the only way to see every random draw
+from torch.utils import _python_dispatch
+
+# What all layers of a kind derive from
+BatchNorm = _BatchNorm
+Dropout = _DropoutNd
+
+# The only way to see every random draw
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
 # --- autograd ------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A batch that is on the host: each micro-batch is copied to the device while the one before it computes."""
+"""A batch on the host: each micro-batch is copied to the device while the one before it computes."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -9,24 +9,27 @@ from torch import Tensor
 
 from . import batch as nest
 
-NUM_SLOTS = 2
+_NUM_SLOTS = 2
 
 
 class Transfer:
-    """Brings micro-batches from the host to the CUDA device that the model is on.
+    """Brings micro-batches from the host to the model's CUDA device.
 
-    The device holds two micro-batches: the one that computes and the one that arrives. A batch of which a part is on
-    the device already was placed by somebody who knows, and stays as it is.
+        for micro_batch in transfer.arriving(micro_batches):
+            backward(micro_batch)
+
+    The device holds two micro-batches: the one that computes and the one that arrives. If a part of the batch is on the
+    device already, you have placed it, and it stays as it is.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         devices = {p.device for p in parameters}
         device = devices.pop()
         self._device = device if device.type == "cuda" and not devices else None
-        self._slots: list[Slot] = []
+        self._slots: list[_Slot] = []
 
     def arriving(self, micro_batches: Sequence[Any]) -> Iterator[Any]:
-        """The micro-batches, on the device. One is there until the next but one is asked for."""
+        """The micro-batches, on the device. Each is valid until the next one but one is requested."""
         if not (micro_batches and all(map(self._is_on_host, micro_batches))):
             yield from micro_batches
             return
@@ -34,8 +37,8 @@ class Transfer:
         stream = _stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         if not self._slots:
-            self._slots = [Slot(self._device) for _ in range(NUM_SLOTS)]
-        slots = [self._slots[number % NUM_SLOTS] for number in range(len(micro_batches))]
+            self._slots = [_Slot(self._device) for _ in range(_NUM_SLOTS)]
+        slots = [self._slots[number % _NUM_SLOTS] for number in range(len(micro_batches))]
         sent = slots[0].send(micro_batches[0], stream)
         for number, slot in enumerate(slots):
             micro_batch = sent
@@ -48,28 +51,28 @@ class Transfer:
             finally:
                 slot.left.record(current)
         if any(tensor.is_pinned() for tensor in nest.tensors(micro_batches[0])):
-            slots[-1].arrived.synchronize()  # whoever passed pinned memory may write to it once the step returns
+            slots[-1].arrived.synchronize()  # the user may overwrite pinned memory once the step returns
 
     def brought(self, batch: Any) -> Any:
-        """The same at once, for what is needed only now and then."""
+        """A batch on the device, copied at once."""
         return nest.map_tensors(lambda t: t.to(self._device), batch) if self._is_on_host(batch) else batch
 
     def _is_on_host(self, batch: Any) -> bool:
         return self._device is not None and all(tensor.is_cpu for tensor in nest.tensors(batch) if tensor.ndim)
 
 
-class Slot:
-    """Memory of the device for one micro-batch after the other."""
+class _Slot:
+    """Memory on the device that holds one micro-batch after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: list[Tensor] = []
         self.arrived = torch.cuda.Event()
         self.left = torch.cuda.Event()
-        """When the pass that used what is here is done with it."""
+        """When the pass that uses this memory is done."""
 
     def send(self, micro_batch: Any, stream: Any) -> Any:
-        """Starts the copy; `arrived` is when it is done."""
+        """Starts the copy; the event `arrived` is when it is done."""
         tensors = [tensor.detach() for tensor in nest.tensors(micro_batch)]
         places = iter([self._place(number, tensor, stream) for number, tensor in enumerate(tensors)])
         stream.wait_event(self.left)
@@ -79,29 +82,29 @@ class Slot:
                 place = next(places)
                 if place is None:
                     return tensor.to(self._device)
-                return place.copy_(tensor if tensor.is_pinned() else pinned(tensor), non_blocking=True)
+                return place.copy_(tensor if tensor.is_pinned() else _pinned(tensor), non_blocking=True)
 
             brought = nest.map_tensors(copied, micro_batch)
             self.arrived.record(stream)
         return brought
 
     def _place(self, number: int, tensor: Tensor, stream: Any) -> Tensor | None:
-        """Where this tensor goes; None if it has a layout that cannot be put anywhere."""
+        """Where this tensor goes; None if it is sparse or nested, which gets memory of its own."""
         while len(self._memory) <= number:
             self._memory.append(torch.empty(0, device=self._device))
         if tensor.layout is not torch.strided or tensor.is_nested:
             return None
         memory = self._memory[number]
         if memory.dtype != tensor.dtype or memory.numel() < tensor.numel():
-            memory.record_stream(stream)  # a copy into it may not be done
+            memory.record_stream(stream)  # a copy into it may not be finished
             memory = self._memory[number] = torch.empty(tensor.numel(), dtype=tensor.dtype, device=self._device)
-            stream.wait_stream(torch.cuda.current_stream(self._device))  # somebody may have had this memory before
-        like = torch.empty_like(tensor, device="meta")  # dense, with the order of its axes
+            stream.wait_stream(torch.cuda.current_stream(self._device))  # its previous owner may still use it
+        like = torch.empty_like(tensor, device="meta")  # dense, with the same order of axes
         return memory[: tensor.numel()].as_strided(like.size(), like.stride()).detach()
 
 
-def pinned(tensor: Tensor) -> Tensor:
-    """A dense copy: `Tensor.pin_memory` would copy the gaps of a tensor too, and cannot copy an expanded one."""
+def _pinned(tensor: Tensor) -> Tensor:
+    """A dense copy: `Tensor.pin_memory` also copies the gaps between elements, and fails for expanded tensors."""
     return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
 

@@ -75,10 +75,18 @@ def test_the_first_screen() -> None:
     assert any(line.startswith("make test") for line in lines[:24])
 
 
+def anchors(page: Path) -> set[str]:
+    """What GitHub lets a link point to: the headings, in lower case, with dashes."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "RESULTS.md"]:
+        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
+            to = page.parent / target if target else page
+            assert to.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(to), f"{page.name}: {target}#{anchor}"
 
 
 def test_the_list_of_files_is_complete() -> None:

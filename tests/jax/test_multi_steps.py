@@ -257,7 +257,11 @@ def test_bad_options(options: dict[str, Any], told: str) -> None:
         ({"weight": -1}, WeightError, "the weight of this micro-batch is -1"),
         ({"weight": float("nan")}, WeightError, "is nan"),
         ({"weight": np.array([1.0, -2.0])}, WeightError, "is -2.0"),
-        ({"weight": (3, 4)}, WeightError, "the weight has 2 terms but a gradient has them mixed: pass one number"),
+        (
+            {"weight": (3, 4)},
+            WeightError,
+            "2 terms but the gradient is already their sum: pass one",
+        ),
         ({"weight": "all"}, WeightError, "is 'all'"),
         ({"weight": 1, "value": jnp.ones(3)}, LossError, "value has the shape \\(3,\\): pass the micro-batch's mean"),
     ],

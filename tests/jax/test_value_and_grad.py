@@ -346,7 +346,7 @@ def test_aux_that_cannot_be_as_asked():
         value_and_grad(lambda w, x: ((w * x).mean(), {"ok": jnp.all(x > 0)}), 3, has_aux=True)(1.0, X)
     counted = value_and_grad(lambda w, x: ((w * x).mean(), jnp.all(x >= 0)), 3, has_aux=True, aux="sum")(1.0, X)
     assert counted[0][1] == 5
-    with pytest.raises(LossError, match=r"returns \(loss, aux\), but this one"):
+    with pytest.raises(LossError, match=r"must return \(loss, aux\), but it returned"):
         value_and_grad(samples_loss, 3, has_aux=True)(params, BATCH)
 
 
@@ -452,7 +452,7 @@ def test_in_a_scan_over_batches():
             BatchError,
             "goes whole .* has 13 rows, as many as the batch",
         ),
-        (lambda p: value_and_grad(samples_loss)({**p, "f": jnp.tanh}, BATCH), OptionError, "the parameters hold a"),
+        (lambda p: value_and_grad(samples_loss)({**p, "f": jnp.tanh}, BATCH), OptionError, "the parameters have a"),
         (lambda p: value_and_grad(loss_xy, 2, weight=lambda x, y: [1])(p, X, Y), WeightError, "returned a list"),
         (lambda p: value_and_grad(lambda p, x: (x.sum(), 3), 2)(p, X), LossError, "a real scalar"),
         (lambda p: value_and_grad(loss_xy, 2, weight=lambda x, y: -1)(p, X, Y), WeightError, "is -1"),

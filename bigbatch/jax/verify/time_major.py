@@ -1,4 +1,4 @@
-"""Whether a loss runs through time along the leading axis of its batch, which is the axis that is cut."""
+"""Whether a loss scans through time along the leading axis of its batch, which is the axis that is cut."""
 
 import warnings
 from collections.abc import Callable
@@ -7,25 +7,29 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...core.errors import BigBatchWarning
-from ..distributed import inner_jaxprs
+from ..internals import scans
 
-ADDING = ("add", "add_any", "sub", "scatter-add")
-WRITING = ("scatter", "dynamic_update_slice")
-SAME_KIND = {name: names for names in (ADDING, WRITING, ("max",), ("min",), ("mul",)) for name in names}
-AS_IT_IS = ("convert_element_type", "reshape", "broadcast_in_dim", "squeeze")
+_ADDING = ("add", "add_any", "sub", "scatter-add")
+_WRITING = ("scatter", "dynamic_update_slice")
+_SAME_KIND = {name: names for names in (_ADDING, _WRITING, ("max",), ("min",), ("mul",)) for name in names}
+_UNCHANGED = ("convert_element_type", "reshape", "broadcast_in_dim", "squeeze")
 
 
 def warn_if_recurrent(trace: Callable[[int], Any], size: int) -> None:
-    """Warns if each row depends on the rows before it; `trace(size)` gives the jaxpr of a loss of so many rows.
+    """Warns if each row depends on the rows before it.
 
-    A scan that maps over samples, or adds up over them, is right however it is cut. One over time that happens to be
-    as long as the micro-batch stays so when the micro-batch is longer.
+    A scan that maps over samples, or adds up over them, is right however it is cut. A scan over time that happens to
+    be as long as the micro-batch has the same length when the micro-batch is longer.
+
+    Args:
+        trace: `trace(size)` returns the jaxpr of the loss for that many rows.
+        size: The size of the micro-batch.
     """
-    if not (num := lengths(trace(size)).count(size)):
+    if not (num := _recurrent_lengths(trace(size)).count(size)):
         return
     try:
-        longer = lengths(trace(2 * size)).count(2 * size)
-    except Exception:  # a loss for this size alone
+        longer = _recurrent_lengths(trace(2 * size)).count(2 * size)
+    except Exception:  # the loss works with this size alone
         return
     if longer >= num:
         warnings.warn(
@@ -36,33 +40,22 @@ def warn_if_recurrent(trace: Callable[[int], Any], size: int) -> None:
         )
 
 
-def lengths(jaxpr: Any) -> list[int]:
+def _recurrent_lengths(jaxpr: Any) -> list[int]:
     """The lengths of all scans in which a step depends on the one before."""
-    found = []
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan" and is_recurrent(**scan_of(equation.params)):
-            found.append(equation.params["length"])
-        for inner in inner_jaxprs(equation):
-            found += lengths(inner)
-    return found
+    return [length for length, body, before, after in scans(jaxpr) if _is_recurrent(body, before, after)]
 
 
-def scan_of(params: dict[str, Any]) -> dict[str, Any]:
-    body, first, num = params["jaxpr"].jaxpr, params["num_consts"], params["num_carry"]
-    return {"body": body, "before": body.invars[first : first + num], "after": body.outvars[:num]}
-
-
-def is_recurrent(body: Any, before: list[Any], after: list[Any]) -> bool:
-    """Whether any floating-point part of the carry is more than a sum or a buffer that is written to."""
+def _is_recurrent(body: Any, before: list[Any], after: list[Any]) -> bool:
+    """Whether any floating-point part of the carry is more than a sum, or a buffer that is written to."""
     return any(
-        not is_accumulated(body, old, new)
+        not _is_accumulated(body, old, new)
         for old, new in zip(before, after, strict=True)
         if jnp.issubdtype(old.aval.dtype, jnp.inexact)
     )
 
 
-def is_accumulated(body: Any, old: Any, new: Any) -> bool:
-    """Whether the old value goes into the new one alone, by additions (or writes, or the like), or unchanged."""
+def _is_accumulated(body: Any, old: Any, new: Any) -> bool:
+    """Whether the old value is used for the new one alone: unchanged, or by one kind of operation, such as adding."""
     kinds = set()
     while old is not new:
         uses = [equation for equation in body.eqns for var in equation.invars if var is old]
@@ -70,8 +63,8 @@ def is_accumulated(body: Any, old: Any, new: Any) -> bool:
             return not uses and not any(var is old for var in body.outvars)
         (equation,) = uses
         name = equation.primitive.name
-        if name not in AS_IT_IS:
-            kinds.add(SAME_KIND.get(name))
+        if name not in _UNCHANGED:
+            kinds.add(_SAME_KIND.get(name))
         old = equation.outvars[0]
     is_read = any(var is new for equation in body.eqns for var in equation.invars)
     num_returned = sum(var is new for var in body.outvars)

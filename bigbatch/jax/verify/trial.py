@@ -1,4 +1,4 @@
-"""The parameters and a batch in float64, and the ways to take the gradient."""
+"""The ways to take the gradient that `verify` compares."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,27 +14,27 @@ from ...core.verify.diagnosis import Array
 from ...core.weight import shares, totals
 from ...core.window import cuts
 from ..batch import Arrays, Form, num_rows
-from ..distributed import inner_jaxprs
+from ..internals import calls, dropout_off
 from ..keys import for_micro_batch, for_samples
-from ..window import Run, Window
+from ..window import Spec, WindowTrace
 from .uncut import cut_too, names_of_uncut
 
-DRAWING = ("random_bits", "threefry2x32", "rng_bit_generator")
+_DRAWING = ("random_bits", "threefry2x32", "rng_bit_generator")
 
 
 class Trial:
-    """As core/audit.py wants it."""
+    """The user's loss on one batch, and the ways to take its gradient; see `core/verify/compare.py`."""
 
-    def __init__(self, window: Window, form: Form, parameters: Any, arrays: Arrays) -> None:
-        if window.rng == "per_sample":
+    def __init__(self, spec: Spec, form: Form, parameters: Any, arrays: Arrays) -> None:
+        if spec.rng == "per_sample":
             form, arrays = for_samples(form, arrays, ())
-        self.reduction = window.reduction
+        self.reduction = spec.reduction
         self.parameters = parameters
         self.arrays = arrays
-        self.run = Run(window, form, arrays)
+        self.run = WindowTrace(spec, form, arrays)
         self.micro_batches = self._cut(self.run)
-        numbered = Run(window, form, arrays._replace(rows=[jnp.arange(num_rows(arrays))]))
-        self.parts = [micro_batch.rows[0].tolist() for micro_batch in pieces(numbered)]
+        numbered = WindowTrace(spec, form, arrays._replace(rows=[jnp.arange(num_rows(arrays))]))
+        self.parts = [micro_batch.rows[0].tolist() for micro_batch in _pieces(numbered)]
         dtypes = [self.run.terms_dtype, *(leaf.dtype for leaf in jax.tree.leaves(parameters))]
         self._compiled: dict[int | None, Any] = {}
         self.epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
@@ -45,9 +45,9 @@ class Trial:
             self.draws = self._draws()
             self.has_dropout = not self.draws
 
-    def _cut(self, run: Run) -> list[Arrays]:
-        run.look((self.parameters,))
-        return pieces(run)
+    def _cut(self, run: WindowTrace) -> list[Arrays]:
+        run.inspect((self.parameters,))
+        return _pieces(run)
 
     def _draws(self) -> bool:
         """Whether another key gives another gradient."""
@@ -59,12 +59,12 @@ class Trial:
         found = self._mix(self.run, self.micro_batches) if self.draws else self._of(self.arrays)
         if not any(map(np.any, found.values())):
             raise LossError(
-                "the gradient of the whole batch is zero everywhere, so nothing can be compared: compute the loss with "
-                "the parameters it is given"
+                "the gradient of the whole batch is zero everywhere, so nothing can be compared: use the parameters "
+                "that are passed to the loss"
             )
         return found
 
-    def _mix(self, run: Run, micro_batches: list[Arrays]) -> Gradient:
+    def _mix(self, run: WindowTrace, micro_batches: list[Arrays]) -> Gradient:
         """The gradient of the weighted mean of the losses of these micro-batches, as one function."""
         right = self._scales(run, micro_batches)
 
@@ -125,27 +125,23 @@ class Trial:
     def right_scales(self) -> Array:
         return self._scales(self.run, self.micro_batches)
 
-    def _scales(self, run: Run, micro_batches: list[Arrays]) -> Array:
-        weights = [self._weights_of(run, micro_batch) for micro_batch in micro_batches]
+    def _scales(self, run: WindowTrace, micro_batches: list[Arrays]) -> Array:
+        weights = [tuple(map(float, run.weights(micro_batch))) for micro_batch in micro_batches]
         total = totals(weights)
         return np.array([shares(weight, total, self.reduction) for weight in weights])
-
-    def _weights_of(self, run: Run, micro_batch: Arrays) -> tuple[float, ...]:
-        found = run.weights(micro_batch) or (num_rows(micro_batch),) * run.num_terms
-        return tuple(map(float, found))
 
     def notes(self) -> list[str]:
         if self.has_dropout:
             return [
                 "dropout, and every other mask of jax.random.bernoulli, was switched off for the comparison; if such a "
                 "mask chooses what the loss is a mean over, that was not compared; in training each micro-batch draws "
-                'masks of its own, as good as the full batch\'s but not the same; rng="per_sample" makes them the same'
+                'its own masks, as good as the full batch\'s but not the same; rng="per_sample" makes them the same'
             ]
         if self.draws:
             return [
-                "the loss draws random numbers, and each micro-batch has a key of its own: the full batch was compared "
+                "the loss draws random numbers, and each micro-batch has its own key: the full batch was compared "
                 "with the same draws, micro-batch by micro-batch, so neither a wrong weight nor a loss that couples "
-                'samples would show; rng="per_sample" gives each sample its own key, and then they do'
+                'samples would show; with rng="per_sample" each sample has its own key, and they would'
             ]
         return []
 
@@ -171,16 +167,16 @@ class Trial:
         return []
 
     def _cut_too(self) -> tuple[Gradient | None, str]:
-        """With the arrays that go whole, and have as many rows as the batch, as part of the batch."""
+        """The gradient if arrays that are passed whole, with as many rows as the batch, are cut too; and the cause."""
         num = num_rows(self.arrays)
         if not (names := names_of_uncut(self.run.form, self.arrays, num)):
             return None, ""
         form, arrays = cut_too(self.run.form, self.arrays, num)
-        run = Run(self.run.window, form, arrays)
+        run = WindowTrace(self.run.spec, form, arrays)
         cause = f"{names[0]} goes whole to every micro-batch, but is part of the batch: pass it by position"
         try:
             return self._mix(run, self._cut(run)), cause
-        except Exception:  # a loss that cannot be cut so
+        except Exception:  # the loss does not run when cut like this
             return None, ""
 
     def cut_elsewhere(self, is_mean: Callable[[Gradient, Gradient, Gradient], bool]) -> str | None:
@@ -191,7 +187,7 @@ class Trial:
         halves = [[row[:, :middle] for row in rows], [row[:, middle:] for row in rows]]
         try:
             first, second = (self._of(self.arrays._replace(rows=half)) for half in halves)
-        except Exception:  # a loss that cannot be cut so
+        except Exception:  # the loss does not run when cut like this
             return None
         if not is_mean(self._of(self.arrays), first, second):
             return None
@@ -201,18 +197,15 @@ class Trial:
         )
 
     def _is_bent(self, full: Gradient) -> bool:
-        """Whether the backward pass is not linear; not if the loss gives another gradient each time."""
+        """Whether the backward pass is not linear. False if the loss gives another gradient each time."""
         if not total_error_of(full, self._of(self.arrays)) < 1e-4:
             return False
         twice = {name: 2 * g for name, g in full.items()}
         return total_error_of(twice, self._of(self.arrays, 2.0)) > 1e-4
 
     def _draws_inside(self) -> bool:
-        def is_drawing(jaxpr: Any) -> bool:
-            return any(eqn.primitive.name in DRAWING or any(map(is_drawing, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
-
         loss = jax.make_jaxpr(lambda parameters: self.run.loss((parameters,), self.arrays)[0])
-        return is_drawing(loss(self.parameters).jaxpr)
+        return calls(loss(self.parameters).jaxpr, _DRAWING)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -242,30 +235,11 @@ class Trial:
         return {name_of(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(gradient)}
 
 
-def pieces(run: Run) -> list[Arrays]:
-    """The micro-batches of a run."""
-    sizes = [part.stop - part.start for part in cuts(num_rows(run.arrays), run.size)]
+def _pieces(run: WindowTrace) -> list[Arrays]:
+    """The micro-batches of a window."""
+    sizes = [part.stop - part.start for part in cuts(num_rows(run.arrays), run.cut.size)]
     return [run.micro_batch(number, size) for number, size in enumerate(sizes)]
 
 
 def name_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".") or "parameters"
-
-
-@contextmanager
-def dropout_off() -> Iterator[None]:
-    """Inside, every mask of Flax, Equinox and of `jax.random.bernoulli` itself keeps all.
-
-    Nothing is compiled there: a function of the user's that is would remember what it saw.
-    """
-    bernoulli = jax.random.bernoulli
-
-    def keep(key: Any, p: Any = 0.5, shape: Any = None, **options: Any) -> Any:
-        return jnp.ones(jnp.shape(p) if shape is None else shape, bool)
-
-    jax.random.bernoulli = keep
-    try:
-        with jax.disable_jit():
-            yield
-    finally:
-        jax.random.bernoulli = bernoulli

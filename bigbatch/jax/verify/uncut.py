@@ -1,4 +1,4 @@
-"""Arrays and lists that go whole to every micro-batch although they are part of the batch."""
+"""Arrays and lists that are passed whole to every micro-batch although they are part of the batch."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,15 +12,21 @@ from ..batch import Arrays, Form, name_of
 
 
 def check_uncut(form: Form, arrays: Arrays, num_samples: int, trace: Callable[[int], Any]) -> None:
-    """Refuses what has as many rows as the batch, if the loss works with this number of samples and no other.
+    """Refuses an argument with as many rows as the batch, if the loss works with this number of samples alone.
 
-    `trace(num_samples)` traces the loss. A table that happens to have as many rows works with any number of samples.
+    A table that happens to have as many rows works with any number of samples.
+
+    Args:
+        form: The arguments of the loss, without their arrays.
+        arrays: The arrays among them.
+        num_samples: The size of the batch.
+        trace: `trace(num_samples)` traces the loss.
     """
-    if (error := uncut_error(form, arrays, num_samples)) is None:
+    if (error := _uncut_error(form, arrays, num_samples)) is None:
         return
     try:
         trace(num_samples)
-    except Exception:  # it has another mistake, which the loss itself will show
+    except Exception:  # another mistake, which calling the loss will show
         return
     try:
         trace(2 * num_samples)
@@ -28,7 +34,7 @@ def check_uncut(form: Form, arrays: Arrays, num_samples: int, trace: Callable[[i
         raise error from reason
 
 
-def uncut_error(form: Form, arrays: Arrays, num_samples: int) -> BatchError | None:
+def _uncut_error(form: Form, arrays: Arrays, num_samples: int) -> BatchError | None:
     """Names an array or a list of numbers that has as many rows as the batch, if there is one."""
     if num_samples < 2:
         return None
@@ -39,23 +45,23 @@ def uncut_error(form: Form, arrays: Arrays, num_samples: int) -> BatchError | No
     if not (names := names_of_uncut(form, arrays, num_samples)):
         return None
     return BatchError(
-        f"{names[0]} goes whole to every micro-batch, and has {num_samples} rows, as many as the batch: pass it by "
-        "position, or name it in batch_argnums, and it is cut as the batch is"
+        f"{names[0]} goes whole to every micro-batch, and has {num_samples} rows, as many as the batch: to cut it like "
+        "the batch, pass it by position, or name it in batch_argnums"
     )
 
 
 def names_of_uncut(form: Form, arrays: Arrays, num_samples: int) -> list[str]:
-    return [name_of(path) for path, role, leaf in form.leaves(arrays) if is_uncut(role, leaf, num_samples)]
+    return [name_of(path) for path, role, leaf in form.leaves(arrays) if _is_uncut(role, leaf, num_samples)]
 
 
 def cut_too(form: Form, arrays: Arrays, num_samples: int) -> tuple[Form, Arrays]:
-    """The same call with these arrays as part of the batch."""
+    """The same call, with these arrays as part of the batch."""
     leaves = [(role, leaf) for _, role, leaf in form.leaves(arrays)]
-    roles = tuple("rows" if is_uncut(role, leaf, num_samples) else role for role, leaf in leaves)
+    roles = tuple("rows" if _is_uncut(role, leaf, num_samples) else role for role, leaf in leaves)
     rows = [leaf for role, (_, leaf) in zip(roles, leaves, strict=True) if role == "rows"]
     whole = [leaf for role, (_, leaf) in zip(roles, leaves, strict=True) if role == "whole"]
     return replace(form, roles=roles), Arrays(rows, arrays.keys, whole)
 
 
-def is_uncut(role: str, leaf: Any, num_samples: int) -> bool:
+def _is_uncut(role: str, leaf: Any, num_samples: int) -> bool:
     return role == "whole" and jnp.shape(leaf)[:1] == (num_samples,)

@@ -1,4 +1,4 @@
-"""Full batch against accumulation, on the user's own loss."""
+"""`verify`: accumulation against the full batch, on the user's own loss."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,10 +12,10 @@ from ...core.options import positive
 from ...core.verify.compare import Loop, audit, audit_loop
 from ...core.verify.result import Verification
 from ...core.weight import Reduction, check_reduction
-from ..aux import Asked
+from ..auxiliary import AuxSpec
 from ..batch import as_numbers, take_apart
 from ..keys import Rng
-from ..window import Loss, Window
+from ..window import Loss, Spec
 from .trial import Trial
 
 
@@ -35,28 +35,41 @@ def verify(
     step: Loop | None = None,
     tolerance: float | None = None,
 ) -> Verification:
-    """Compares the gradient of the full batch with the accumulated one, in float64, and says why where they differ.
+    """Compares the accumulated gradient with that of the full batch, in float64, and names the cause if they differ.
 
-    The loss is called as `loss(parameters, batch, *args, **kwargs)`. With `step`, somebody else's accumulation is
-    compared: `step(parameters, micro_batches)` returns its gradient. A loss that only runs in float32 is compared in
-    float32, and the result says so. The tolerance is 1e-9 in float64, and follows from the size of the sums in float32,
-    unless it is given.
+    A loss that only runs in float32 is compared in float32, and the result says so.
+
+    Args:
+        parameters: The arguments to differentiate by: the first argument of the loss.
+        batch: The second argument of the loss.
+        loss: Called as `loss(parameters, batch, *args, **kwargs)`.
+        micro_batch_size: The number of samples in a micro-batch.
+        weight: As for `value_and_grad`.
+        has_aux: Whether the loss returns `(loss, aux)`.
+        reduction: "mean" or "sum".
+        rng: As for `value_and_grad`.
+        args: Further arguments of the loss, by position.
+        kwargs: Further arguments of the loss, by keyword.
+        batch_argnums: The numbers of the arguments to cut, if not all are cut.
+        step: Your own accumulation, to compare instead: `step(parameters, micro_batches)` returns its gradient.
+        tolerance: The largest relative difference that passes. None: 1e-9 in float64; in float32 it follows from the
+            size of the sums.
     """
     micro_batch_size = positive("micro_batch_size", micro_batch_size)
     check_reduction(reduction)
     numbers = None if batch_argnums is None else as_numbers("batch_argnums", batch_argnums)
-    window = Window(loss, micro_batch_size, weight, has_aux, reduction, Asked.of("auto"), rng, None)
+    spec = Spec(loss, micro_batch_size, weight, has_aux, reduction, AuxSpec.of("auto"), rng, None)
 
     def compare(given: Any) -> Verification:
         positional, named = given
         form, (own,), arrays = take_apart(positional, named, (0,), numbers)
-        trial = Trial(window, form, own, arrays)
+        trial = Trial(spec, form, own, arrays)
         return audit(trial, tolerance) if step is None else audit_loop(trial, step, tolerance)
 
     given = (parameters, batch, *args), dict(kwargs or {})
     try:
         with jax.enable_x64(True):
-            return compare(widened(given))
+            return compare(_in_float64(given))
     except BigBatchError:
         raise
     except (TypeError, ValueError) as error:  # JAX refuses to mix dtypes, in the carry of a scan or in a convolution
@@ -66,8 +79,8 @@ def verify(
     return replace(found, causes=(note, *found.causes))
 
 
-def widened(tree: Any) -> Any:
-    """A copy with all that is floating in float64."""
+def _in_float64(tree: Any) -> Any:
+    """A copy with every floating-point array in float64."""
 
     def wide(leaf: Any) -> Any:
         kind = getattr(leaf, "dtype", None)

@@ -1,4 +1,4 @@
-"""What a loss returns beside its value: put together from the micro-batches."""
+"""What a loss returns beside its value (`has_aux=True`), combined from the micro-batches."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 
 from ..core.errors import OptionError
+from ..core.options import check_choice
 from .batch import is_typed_key
 
-WAYS = ("auto", "concatenate", "sum", "mean")
+_WAYS = ("auto", "concatenate", "sum", "mean")
 
 
 @dataclass(frozen=True)
 class Combine:
-    """How each leaf of aux is put together."""
+    """How each leaf of aux is combined."""
 
     structure: Any
     ways: tuple[str, ...]
@@ -25,11 +26,11 @@ class Combine:
         return [leaf for leaf, way in self._with_ways(aux) if way == "concatenate"]
 
     def added(self, aux: Any) -> list[tuple[Any, str]]:
-        """The leaves that are added up, and whether for a sum or for a mean."""
+        """The leaves that are added up, each with "sum" or "mean"."""
         return [(leaf, way) for leaf, way in self._with_ways(aux) if way != "concatenate"]
 
     def together(self, rows: list[Any], added: list[Any]) -> Any:
-        """aux as the whole batch has it."""
+        """The aux of the whole batch."""
         left = {True: iter(rows), False: iter(added)}
         return jax.tree.unflatten(self.structure, [next(left[way == "concatenate"]) for way in self.ways])
 
@@ -38,52 +39,54 @@ class Combine:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How the user wants it: a word for all of aux, or a nest with a word for each part."""
+class AuxSpec:
+    """The option `aux`: one word for all of aux, or a pytree with a word for each part."""
 
     structure: Any
     words: tuple[Any, ...]
 
     @classmethod
-    def of(cls, nest: Any) -> "Asked":
+    def of(cls, nest: Any) -> "AuxSpec":
         words, structure = jax.tree.flatten(nest)
         for word in words:
-            if word not in WAYS:
-                raise OptionError(f"aux={word!r} is unknown: pass {', '.join(map(repr, WAYS[:-1]))} or {WAYS[-1]!r}")
+            check_choice("aux", word, _WAYS)
         return cls(structure, tuple(words))
 
     def each(self, like: Any) -> list[str]:
-        """The word for each leaf of aux."""
+        """The word for each leaf of aux; raises OptionError if the pytrees do not fit."""
         nest = jax.tree.unflatten(self.structure, self.words)
         try:
             return list(jax.tree.leaves(jax.tree.broadcast(nest, like)))
         except ValueError as error:
             raise OptionError(
                 f"aux is {nest} but the loss returns {jax.tree.structure(like)}: "
-                "pass one word for all of it, or a nest of the same form"
+                "pass one word for all of it, or a pytree of the same structure"
             ) from error
 
 
-def combine(asked: Asked, like: Any, other: Any, size: int) -> Combine:
-    """As asked; "auto" is: rows are concatenated, of the rest integers are added up and others meaned by weight.
+def combine(spec: AuxSpec, like: Any, longer: Any, size: int) -> Combine:
+    """How to combine each leaf. "auto" concatenates rows, adds up integers and takes the weighted mean of the rest.
 
-    `like` and `other` are the shapes of aux for `size` samples and for twice as many, which tells what has rows.
+    Args:
+        spec: What the user asked for.
+        like: The shapes of aux for `size` samples.
+        longer: The shapes of aux for twice as many, which shows what has a row for each sample.
+        size: The size of a micro-batch.
     """
     leaves, structure = jax.tree.flatten_with_path(like)
-    longer = jax.tree.leaves(other)
-    parts = zip(leaves, longer, asked.each(like), strict=True)
+    parts = zip(leaves, jax.tree.leaves(longer), spec.each(like), strict=True)
     return Combine(
-        structure, tuple(way_of(f"aux{keystr(path)}", leaf, more, word, size) for (path, leaf), more, word in parts)
+        structure, tuple(_way_of(f"aux{keystr(path)}", leaf, more, word, size) for (path, leaf), more, word in parts)
     )
 
 
-def way_of(name: str, leaf: Any, more: Any, word: str, size: int) -> str:
-    """How one leaf is put together, if that can be."""
+def _way_of(name: str, leaf: Any, more: Any, word: str, size: int) -> str:
+    """How one leaf is combined; raises OptionError if it cannot be."""
     has_rows = leaf.shape != more.shape
     if has_rows and (leaf.shape, more.shape) != ((size, *leaf.shape[1:]), (2 * size, *leaf.shape[1:])):
         raise OptionError(
             f"{name} has the shape {leaf.shape} for {size} samples and {more.shape} for {2 * size}: what grows with "
-            "the batch has to have the samples, and nothing else, along its leading axis"
+            "the batch must have the samples, and nothing else, along its leading axis"
         )
     if has_rows and word in ("sum", "mean"):
         raise OptionError(
@@ -99,10 +102,10 @@ def way_of(name: str, leaf: Any, more: Any, word: str, size: int) -> str:
     if has_rows:
         return "concatenate"
     if is_typed_key(leaf):
-        raise OptionError(f"{name} is a key of one micro-batch, of which nothing is made for the whole: leave it out")
+        raise OptionError(f"{name} is the PRNG key of one micro-batch, and the batch has none: leave it out")
     if leaf.dtype == bool:
         raise OptionError(
-            f"{name} is true or false for each micro-batch, and nobody knows what that makes of the whole: return a "
-            'count, or pass aux="sum" to count those that are true'
+            f"{name} is true or false for each micro-batch, which says nothing about the batch: return a "
+            'count, or pass aux="sum" to count the true ones'
         )
     return "mean" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "sum"
