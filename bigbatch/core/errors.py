@@ -18,6 +18,12 @@ Every message is one sentence that gives both numbers and the remedy. After any 
 the optimizer and the gradients are as they were before the call.
 """
 
+import contextlib
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
 
 class BigBatchError(Exception):
     """The parent of everything that bigbatch raises on purpose."""
@@ -77,3 +83,16 @@ class MissingExtraError(BigBatchError, ImportError):
 
 class BigBatchWarning(UserWarning):
     """Something that training survives but the user should hear of."""
+
+
+_OURS = (str(Path(__file__).parents[1]), contextlib.__file__)
+
+
+def warn(message: str) -> None:
+    """Issues a BigBatchWarning that names the user's line, however deep inside of bigbatch the cause was found."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, BigBatchWarning, stacklevel=level)
