@@ -19,10 +19,9 @@ the optimizer and the gradients are as they were before the call.
 """
 
 import contextlib
+import os
 import sys
 import warnings
-from pathlib import Path
-from types import FrameType
 
 
 class BigBatchError(Exception):
@@ -85,14 +84,12 @@ class BigBatchWarning(UserWarning):
     """Something that training survives but the user should hear of."""
 
 
-_OURS = (str(Path(__file__).parents[1]), contextlib.__file__)
+_OURS = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__)
 
 
 def warn(message: str) -> None:
     """Issues a BigBatchWarning that names the user's line, however deep inside of bigbatch the cause was found."""
-    frame: FrameType | None = sys._getframe(1)
-    level = 2
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-        level += 1
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
     warnings.warn(message, BigBatchWarning, stacklevel=level)
