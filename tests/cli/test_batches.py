@@ -1,5 +1,6 @@
 """The batches of a run: the same again after any number of them, whatever the model draws in between."""
 
+import itertools
 import random
 
 import numpy as np
@@ -7,8 +8,11 @@ import pytest
 import torch
 
 from bigbatch.cli.config import Config
+from bigbatch.cli.engines.engine import Engine
 from bigbatch.cli.run import randomness
 from bigbatch.cli.run.batches import Batches
+from bigbatch.cli.run.checkpoints import RunCheckpoints
+from bigbatch.cli.run.folder import RunFolder
 from bigbatch.cli.task import Task
 
 NUMBERS = list(range(23))
@@ -52,69 +56,94 @@ def draw_as_a_model_does(num=1):
         random.random()
 
 
-def new(batches):
-    return Batches(Task("task", "task", "torch", lambda: None, batches, None), Config("task", batch_size=5, seed=3))
+class Idle(Engine):
+    """An engine that trains nothing."""
+
+    def state(self):
+        return None
+
+    def load(self, state):
+        pass
 
 
-def run(batches, num, num_draws=1):
-    """The next batches, with what a model draws after each."""
-    found = []
-    while len(found) < num:
-        for batch, is_last in batches.rest_of_epoch():
-            draw_as_a_model_does(num_draws)
-            batches.done(is_last)
+class Run:
+    """The batches of a run, by the loop that a run uses."""
+
+    def __init__(self, batches, folder):
+        config = Config("task", batch_size=5, seed=3, checkpoint_every=None)
+        self.counts = {"num_steps": 0}
+        files = RunFolder(folder)
+        files.begin_with(b"")
+        self.data = Batches(Task("task", "task", "torch", lambda: None, batches, None), config)
+        self.checkpoints = RunCheckpoints(files, Idle(), config, self.counts, is_read_only=False)
+
+    def next(self, num, num_draws=1, *, is_saved=False, is_interrupted=False):
+        """The next batches, with what a model draws after each; the last may be interrupted instead of trained."""
+        found = []
+        for batch, _ in self.checkpoints.batches(self.data, 9):
             found.append(batch)
+            if len(found) == num and is_interrupted:
+                break
+            draw_as_a_model_does(num_draws)
+            self.counts["num_steps"] += 1
             if len(found) == num:
                 break
-    return found
+        if is_saved:
+            self.checkpoints.save(wait=True)
+            self.checkpoints.close()
+        return found
+
+
+@pytest.fixture
+def new(tmp_path):
+    """Makes a run, each in a folder of its own."""
+    numbers = itertools.count()
+
+    def make(batches, name=None):
+        folder = tmp_path / (name or str(next(numbers)))
+        folder.mkdir(exist_ok=True)
+        return Run(batches, folder)
+
+    return make
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.__name__)
 @pytest.mark.parametrize("num", [1, 3, 4, 5, 7])
-def test_going_on_gives_the_batches_that_would_have_come(task, num):
+def test_going_on_gives_the_batches_that_would_have_come(task, num, new):
     """Five batches are an epoch, so 4, 5 and 7 are at its end, after it, and in the next."""
-    whole = run(new(task), 13)
+    whole = new(task).next(13)
     assert whole[:5] != whole[5:10]
-    first = new(task)
-    assert run(first, num) == whole[:num]
-    state = first.state()
+    assert new(task, "parts").next(num, is_saved=True) == whole[:num]
     draw_as_a_model_does(9)
-    other = new(task)
-    other.load(state)
-    assert run(other, 13 - num) == whole[num:]
+    assert new(task, "parts").next(13 - num) == whole[num:]
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.__name__)
-def test_they_are_the_same_whatever_the_model_draws(task):
-    assert run(new(task), 8, num_draws=0) == run(new(task), 8, num_draws=3)
+def test_they_are_the_same_whatever_the_model_draws(task, new):
+    assert new(task).next(8, num_draws=0) == new(task).next(8, num_draws=3)
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.__name__)
-def test_without_the_random_numbers_of_the_beginning_they_are_others(task):
+def test_without_the_random_numbers_of_the_beginning_they_are_others(task, new, monkeypatch):
     """The negative control."""
-    whole, first, other = run(new(task), 13), new(task), new(task)
-    run(first, 7)
-    state = first.state()
-    other.load({**state, "start": other.state()["start"]})
-    assert run(other, 6) != whole[7:]
+    whole = new(task).next(13)
+    new(task, "parts").next(7, is_saved=True)
+    monkeypatch.setattr(RunCheckpoints, "_set_random", lambda *_: None)
+    assert new(task, "parts").next(6) != whole[7:]
 
 
-def test_the_model_does_not_notice_what_batches_draw():
+def test_the_model_does_not_notice_what_batches_draw(new):
     def drawn(num):
         randomness.seed(1)
-        batches = new(by_torch)
-        run(batches, num, num_draws=0)
+        new(by_torch).next(num, num_draws=0)
         return float(torch.rand(())), np.random.normal(), random.random()
 
-    assert drawn(0) == drawn(8)
+    assert drawn(1) == drawn(8)
 
 
-def test_a_batch_that_is_under_way_comes_again():
+@pytest.mark.parametrize("num", [0, 5, 7])
+def test_a_batch_that_is_under_way_comes_again(num, new):
     """As when a step is interrupted in its middle: of the first batch of an epoch, and of another."""
-    for num in (0, 5, 7):
-        whole, first, other = run(new(by_numpy), 13), new(by_numpy), new(by_numpy)
-        run(first, num)
-        batch, _ = next(iter(first.rest_of_epoch()))
-        assert batch == whole[num]
-        other.load(first.state())
-        assert run(other, 13 - num) == whole[num:]
+    whole = new(by_numpy).next(13)
+    assert new(by_numpy, "parts").next(num + 1, is_saved=True, is_interrupted=True)[-1] == whole[num]
+    assert new(by_numpy, "parts").next(13 - num) == whole[num:]

@@ -74,6 +74,29 @@ def test_resuming_repeats_every_random_number(tmp_path: Path) -> None:
     assert_same_weights(tmp_path / "parts", tmp_path / "whole")
 
 
+WEAK = """
+narrow = model
+def model(seed):
+    return jax.tree.map(lambda array: array.astype(jnp.bfloat16), narrow(seed))
+
+def optimizer(params, lr):
+    def update(updates, scale, params):
+        return jax.tree.map(lambda array: -array * scale, updates), scale * 0.9
+    return optax.GradientTransformation(lambda params: jnp.asarray(lr * 0 + 0.3), update)
+"""
+
+
+def test_a_weakly_typed_number_is_one_after_a_resume(tmp_path: Path) -> None:
+    """As float32 it would make the updates of bfloat16 parameters float32 too."""
+    task = write(tmp_path, WEAK)
+    train(task, tmp_path / "whole", "--no-compare", "--steps", 6)
+    train(task, tmp_path / "parts", "--no-compare", "--steps", 3)
+    done = run("train", task, "--resume", tmp_path / "parts", "--steps", 6)
+    assert done.returncode == 0, done.stderr
+    assert history_of(tmp_path / "parts") == history_of(tmp_path / "whole")
+    assert_same_weights(tmp_path / "parts", tmp_path / "whole")
+
+
 def test_bf16_computes_in_bf16_and_keeps_float32(tmp_path: Path) -> None:
     task = write(tmp_path)
     for precision in ("float32", "bf16"):

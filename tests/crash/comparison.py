@@ -14,7 +14,7 @@ def differences(one, other):
     ]
     ours, theirs = (newest(folder).state for folder in (one, other))
     for state in (ours, theirs):
-        del state["run"]["seconds"]
+        del state["trained"]["run"]["seconds"]
     return found + [f"checkpoint: {path}" for path in unequal(ours, theirs)]
 
 

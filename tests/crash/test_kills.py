@@ -31,5 +31,5 @@ def test_a_run_that_forgets_its_random_numbers_is_found(tmp_path):
     """The negative control."""
     done = soak("--kills", 2, "--task", ROOT / "tests/crash/tasks/forgetful_task.py")
     assert done.returncode == 1, done.stdout + done.stderr
-    for name in ("history.jsonl", "model.safetensors", "checkpoint: state/engine/model/0.weight"):
+    for name in ("history.jsonl", "model.safetensors", "checkpoint: state/trained/engine/model/0.weight"):
         assert name in done.stdout

@@ -116,6 +116,6 @@ def test_in_the_middle_of_a_window(tmp_path):
     assert process.wait(60) == 143, log.read_text()
     saved = newest(out)
     assert saved.step == num_lines(out / "history.jsonl") == 2
-    assert 0 < len(saved.state["engine"]["accumulator"]["window"]["losses"]) < 6
+    assert 0 < len(saved.state["trained"]["engine"]["accumulator"]["window"]["losses"]) < 6
     assert start(["train", task, "--resume", out, "--steps", 4], log).wait(120) == 0
     assert differences(tmp_path / "whole", out) == []

@@ -22,62 +22,54 @@ ALONE = Ranks()
 
 
 class Engine(Protocol):
-    """A model, its optimizer, and the accumulation over batches."""
+    """A model, its optimizer, and the accumulation over batches: one class for each framework."""
 
     device: str
 
     def step(self, batch: Any) -> Step:
         """One step on a batch of the task."""
 
-    def set_lr(self, lr: float) -> None: ...
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of the next step."""
 
-    def num_samples(self, batch: Any) -> int: ...
+    def num_samples(self, batch: Any) -> int:
+        """How many samples a batch of the task has."""
 
     def weights(self) -> dict[str, np.ndarray]:
         """Everything that the model has learned, by name."""
 
     def scores(self) -> dict[str, float]:
-        """What the task's evaluate says."""
+        """What the task's evaluate() returns."""
 
     def peak_bytes(self) -> int | None:
         """What training added to the memory in use, at its peak."""
 
-    def to_array(self, value: Any) -> Array | None:
-        """An array of the framework, on the host; None of what is none."""
-
-    def from_array(self, array: Array) -> Any:
-        """The array as `load` wants it."""
-
     def state(self) -> Any:
-        """All that is needed to go on, but for random numbers that everybody draws from."""
+        """Everything needed to resume, except the global random numbers."""
 
     def load(self, state: Any) -> None:
-        """Takes up what `state` gave; refuses what does not fit before anything is changed."""
+        """Continues from what `state` returned; raises StateError before anything is changed if it does not fit."""
 
-    def interrupt(self) -> None:
-        """Ends the step that is under way, by `Interrupted`, where it can be gone on with in the middle."""
+    def verify(self, batch: Any) -> Verification:
+        """Compares the accumulated gradient of a batch with that of the full batch."""
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the last step was the last, as --on-nonfinite stop wants it."""
-
-    def verify(self, batch: Any) -> Verification: ...
-
-
-class PlainEngine:
-    """What is the same where arrays are NumPy's, and a step is one compiled call."""
-
-    def to_array(self, value: Any) -> Array | None:
+    @staticmethod
+    def to_array(value: Any) -> Array | None:
+        """An array of the framework, on the host; None if it is something else."""
         return as_array(value)
 
-    def from_array(self, array: Array) -> np.ndarray:
+    @staticmethod
+    def from_array(array: Array) -> Any:
+        """The array as `load` expects it."""
         return array.numpy()
 
     def interrupt(self) -> None:
-        pass
+        """Ends the current step by `Interrupted`, if the framework can resume in the middle of one."""
+        return
 
     @property
     def is_stopped(self) -> bool:
+        """Whether the step before was the last, as `--on-nonfinite stop` asks for."""
         return False
 
 

@@ -18,16 +18,17 @@ from ...core.weight import as_plain, as_terms, from_terms
 from ...core.window import cuts
 from ...jax import value_and_grad, verify
 from ...jax.batch import Arrays, Form, num_rows, take_apart
+from ...jax.checkpoints import arrays_of, by_path, tree_of
+from ...jax.verify.trial import name_of
 from ..config import Config
 from ..errors import TaskError
 from ..task import Task, call_with, their_own_errors
-from .engine import EPSILON, PlainEngine, refuse_nonfinite, scores_of
-from .jax_state import arrays_of, named, tree_of
+from .engine import EPSILON, Engine, refuse_nonfinite, scores_of
 
 WEIGHT_DECAY = 0.01  # as torch's AdamW has it
 
 
-class JaxEngine(PlainEngine):
+class JaxEngine(Engine):
     """As engine.py wants it. Every floating-point array of the model is a parameter; what else is in it stays."""
 
     def __init__(self, task: Task, config: Config) -> None:
@@ -172,8 +173,7 @@ class JaxEngine(PlainEngine):
         return {"arrays": arrays_of(self._all()), "num_steps": self.num_steps}
 
     def load(self, state: dict[str, Any]) -> None:
-        with jax.default_device(self._device):
-            found = tree_of(state["arrays"], like=self._all())
+        found = tree_of(state["arrays"], like=self._all())
         self.parameters, self.state_of_optimizer = found["parameters"], found["optimizer"]
         self.num_steps = state["num_steps"]
 
@@ -248,3 +248,10 @@ def check_weights(task: Task, found: dict[str, Any]) -> None:
             f"weight() of {task.name} returned a number that is negative or not finite {num} time{'s' * (num != 1)} in "
             "one batch: a weight says over how many samples or tokens the loss is a mean"
         )
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """The leaves by short names such as dense.kernel; by path if two short names are the same."""
+    paths = jax.tree.leaves_with_path(tree)
+    found = {name_of(path): leaf for path, leaf in paths}
+    return found if len(found) == len(paths) else by_path(tree)

@@ -15,13 +15,13 @@ from ..errors import TaskError
 from ..run import randomness
 from ..run.memory import HostPeak
 from ..task import Task, call_with, their_own_errors
-from .engine import EPSILON, PlainEngine, check_kind, refuse_nonfinite, scores_of
+from .engine import EPSILON, Engine, check_kind, refuse_nonfinite, scores_of
 from .keras_state import load_variables, state_of_variables
 
 POLICIES = {"float32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
 
-class KerasEngine(PlainEngine):
+class KerasEngine(Engine):
     """As engine.py wants it. A step is a step of `fit`."""
 
     def __init__(self, task: Task, config: Config) -> None:

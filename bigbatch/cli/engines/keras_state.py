@@ -1,35 +1,42 @@
-"""The variables of a model and an optimizer of Keras, of which all have an order but not all a name of their own."""
+"""The variables of a model and an optimizer of Keras, which have an order but not all a name of their own."""
 
 from typing import Any
 
 import numpy as np
 
 from ...core.errors import StateError
-from ..run.compatible import check_array, check_number
+
+_REMEDY = "go on with the task as it was, or start anew without --resume"
 
 
-def state_of_variables(model: Any, optimizer: Any) -> dict[str, Any]:
-    return {
-        of: [[name_of(variable), np.asarray(variable)] for variable in variables]
-        for of, variables in variables_of(model, optimizer).items()
-    }
+def state_of_variables(model: Any, optimizer: Any, **more: list[Any]) -> dict[str, Any]:
+    """What `load_variables` needs: the values of all variables, in order; `more` are lists of others."""
+    return {of: [np.array(v) for v in found] for of, found in (_variables(model, optimizer) | more).items()}
 
 
-def load_variables(state: dict[str, Any], model: Any, optimizer: Any) -> None:
-    """Refuses what does not fit before anything is assigned."""
+def load_variables(state: dict[str, Any], model: Any, optimizer: Any, **more: list[Any]) -> None:
+    """Assigns all variables; raises StateError before that if one of them does not fit."""
     if not model.trainable_variables:
         raise StateError("the model has no variables before its first batch: give its layers an Input to resume")
-    pairs = []
-    for of, variables in variables_of(model, optimizer).items():
-        check_number(f"variables of the {of}", len(variables), len(state[of]))
-        for variable, (_, array) in zip(variables, state[of], strict=True):
-            check_array(name_of(variable), np.asarray(variable), array)
-            pairs.append((variable, array))
+    pairs: list[tuple[Any, np.ndarray]] = []
+    for of, variables in (_variables(model, optimizer) | more).items():
+        if len(variables) != len(state[of]):
+            raise StateError(
+                f"the saved state has {len(state[of])} variables of the {of} but the task {len(variables)}: {_REMEDY}"
+            )
+        pairs += zip(variables, map(np.asarray, state[of]), strict=True)
+    for variable, array in pairs:
+        own = np.asarray(variable)
+        if (own.shape, own.dtype) != (array.shape, array.dtype):
+            raise StateError(
+                f"{getattr(variable, 'path', variable.name)} is {array.dtype}{list(array.shape)} in the saved state "
+                f"but {own.dtype}{list(own.shape)} in the task: {_REMEDY}"
+            )
     for variable, array in pairs:
         variable.assign(array)
 
 
-def variables_of(model: Any, optimizer: Any) -> dict[str, list[Any]]:
+def _variables(model: Any, optimizer: Any) -> dict[str, list[Any]]:
     """Seeds of random layers too, but not those of metrics, which begin anew with each step."""
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
@@ -38,7 +45,3 @@ def variables_of(model: Any, optimizer: Any) -> dict[str, list[Any]]:
         "model": [variable for variable in model.variables if id(variable) not in of_metrics],
         "optimizer": list(optimizer.variables),
     }
-
-
-def name_of(variable: Any) -> str:
-    return str(getattr(variable, "path", variable.name))

@@ -15,12 +15,12 @@ from ..config import Config
 from ..run import randomness
 from ..run.memory import HostPeak
 from ..task import Task, their_own_errors
-from .engine import PlainEngine, check_kind, on_nonfinite, scores_of
+from .engine import Engine, check_kind, on_nonfinite, scores_of
 from .keras import POLICIES, inner, make_optimizer, weights_of
 from .keras_state import load_variables, state_of_variables
 
 
-class TensorFlowEngine(PlainEngine):
+class TensorFlowEngine(Engine):
     """As engine.py wants it."""
 
     def __init__(self, task: Task, config: Config) -> None:
@@ -69,12 +69,15 @@ class TensorFlowEngine(PlainEngine):
         return self._peak.num_bytes()
 
     def state(self) -> dict[str, Any]:
-        state = state_of_variables(self.model, self.optimizer)
-        return {**state, "num_steps": int(self.accumulator.num_steps.numpy())}
+        return state_of_variables(self.model, self.optimizer, accumulator=self._own_variables())
 
     def load(self, state: dict[str, Any]) -> None:
-        load_variables(state, self.model, self.optimizer)
-        self.accumulator.num_steps.assign(state["num_steps"])
+        load_variables(state, self.model, self.optimizer, accumulator=self._own_variables())
+
+    def _own_variables(self) -> list[Any]:
+        """Those of the accumulator alone: its steps, and how many of them in a row were skipped."""
+        others = {id(variable) for part in (self.model, self.optimizer) for variable in part.variables}
+        return [variable for variable in self.accumulator.variables if id(variable) not in others]
 
     @property
     def is_stopped(self) -> bool:

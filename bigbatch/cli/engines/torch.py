@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.data import default_convert
 
-from ...core.checkpoint.serialize import Array
 from ...core.errors import OptionError
 from ...core.step import Step
 from ...core.verify.result import Verification
@@ -18,19 +17,21 @@ from ...core.weight import as_terms
 from ...torch import Accumulator, verify
 from ...torch import batch as nest
 from ...torch.arrays import from_array, to_array, with_sparse, without_sparse
-from ...torch.checkpoints import load_optimizer
+from ...torch.checkpoints import check_model, check_optimizer, load_optimizer
 from ..config import Config
 from ..errors import TaskError
 from ..run import randomness
 from ..run.memory import HostPeak
 from ..run.ranks import Ranks
 from ..task import Task, call_with, their_own_errors
-from .engine import EPSILON, check_kind, on_nonfinite, scores_of
-from .torch_state import check_model, check_optimizer
+from .engine import EPSILON, Engine, check_kind, on_nonfinite, scores_of
 
 
-class TorchEngine:
+class TorchEngine(Engine):
     """As engine.py wants it."""
+
+    to_array = staticmethod(to_array)
+    from_array = staticmethod(from_array)
 
     def __init__(self, task: Task, config: Config, ranks: Ranks) -> None:
         self.task, self.ranks, self.seed = task, ranks, config.seed
@@ -115,12 +116,6 @@ class TorchEngine:
             return int(torch.cuda.max_memory_allocated(self._device) - self._before)
         return None if self._peak is None else self._peak.num_bytes()
 
-    def to_array(self, value: Any) -> Array | None:
-        return to_array(value)
-
-    def from_array(self, array: Array) -> torch.Tensor:
-        return from_array(array)
-
     def state(self) -> dict[str, Any]:
         parts = {"model": self.model, "optimizer": self.optimizer, "accumulator": self.accumulator}
         state: dict[str, Any] = without_sparse({name: part.state_dict() for name, part in parts.items()})
@@ -128,8 +123,8 @@ class TorchEngine:
 
     def load(self, state: dict[str, Any]) -> None:
         state = with_sparse(state)
-        check_model(self.model.state_dict(), state["model"])
-        check_optimizer(self.optimizer.state_dict(), state["optimizer"])
+        check_model(state["model"], self.model.state_dict())
+        check_optimizer(state["optimizer"], self.optimizer.state_dict())
         self.accumulator.load_state_dict(state["accumulator"])  # checks for itself
         self.model.load_state_dict(state["model"])
         load_optimizer(self.optimizer, state["optimizer"])

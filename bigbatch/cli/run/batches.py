@@ -1,72 +1,55 @@
-"""The batches of a run, epoch by epoch, and the place in them."""
+"""The batches of a run, which draw from random numbers of their own."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
+from ...core.errors import BatchError
 from ..config import Config
 from ..task import Task
 from .randomness import Stream
 
-Item = TypeVar("Item")
-OWN_SEQUENCE = 2**31
+_OWN_SEQUENCE = 2**31
 """Added to the seed: batches and weights drawn from the same numbers would have something in common."""
 
 
 class Batches:
-    """They draw from random numbers of their own, so that they can be gone through again without the steps between.
+    """The batches of one epoch, each with whether it is the last. Iterate again for the next epoch.
 
-    for batch, is_last in batches.rest_of_epoch():
-        …
-        batches.done(is_last)
+    The batch that follows is drawn before one is given out: how else would one know which is the last. Nobody notices
+    what batches draw, and they do not notice what a model draws, so they can be repeated without the steps between.
+
+    Args:
+        task: The task that has them.
+        config: Its batch size and seed.
     """
 
     def __init__(self, task: Task, config: Config) -> None:
         self.task = task
-        self.options = {"batch_size": config.batch_size, "seed": config.seed}
-        self.epoch = self.place = 0
-        self._stream = Stream((config.seed + OWN_SEQUENCE) % 2**32)
-        self._start = self._stream.state
+        self.stream = Stream((config.seed + _OWN_SEQUENCE) % 2**32)
+        self._options = {"batch_size": config.batch_size, "seed": config.seed}
+        self._epoch = 0
 
-    def rest_of_epoch(self) -> Iterator[tuple[Any, bool]]:
-        """The batches of the epoch that are not done, each with whether it is the last.
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next iteration."""
+        self._epoch = epoch
 
-        The one that follows is drawn already when a batch is given: how else would one know.
-        """
-        num_done = self.place
-        self._stream.state = self._start
-        for place, batch in enumerate(marked(self._drawn())):
-            if place >= num_done:
-                yield batch
+    def __iter__(self) -> Iterator[tuple[Any, bool]]:
+        drawn = self._drawn()
+        try:
+            batch = next(drawn)
+        except StopIteration:
+            raise BatchError(f"batches() of {self.task.name} gave 0 batches in epoch {self._epoch + 1}") from None
+        for following in drawn:
+            yield batch, False
+            batch = following
+        yield batch, True
 
     def _drawn(self) -> Iterator[Any]:
-        drawn = self.task.epoch(epoch=self.epoch, **self.options)
+        drawn = self.task.epoch(epoch=self._epoch, **self._options)
         while True:
-            with self._stream.flowing():
+            with self.stream.flowing():
                 try:
                     batch = next(drawn)
                 except StopIteration:
                     return
             yield batch
-
-    def done(self, is_last: bool) -> None:
-        self.epoch, self.place = (self.epoch + 1, 0) if is_last else (self.epoch, self.place + 1)
-        if is_last:
-            self._start = self._stream.state
-
-    def state(self) -> dict[str, Any]:
-        """The place, and the random numbers at the beginning of its epoch."""
-        return {"epoch": self.epoch, "place": self.place, "start": self._start}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.epoch, self.place = state["epoch"], state["place"]
-        self._start = state["start"]
-
-
-def marked(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
-    """Every item, and whether it is the last."""
-    iterator = iter(items)
-    for item in iterator:
-        for following in iterator:
-            yield item, False
-            item = following
-        yield item, True

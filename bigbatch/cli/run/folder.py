@@ -10,7 +10,6 @@ import numpy as np
 from safetensors.numpy import load_file, save
 
 from ...core.checkpoint.files import write_whole
-from ...core.checkpoint.store import Store
 from ...core.errors import OptionError, StateError
 from ...core.text import from_json, to_json
 from ..config import Config
@@ -19,8 +18,6 @@ CONFIG, HISTORY, TIMES, SUMMARY, MODEL, REPORT = (
     "config.toml", "history.jsonl", "times.jsonl", "summary.json", "model.safetensors", "report.html",
 )  # fmt: skip
 FULL_BATCH, CHECKPOINTS = "full_batch", "checkpoints"
-STATE_BEFORE = "state"
-"""Where versions before 0.2 kept what a run needs to go on."""
 
 
 class RunFolder:
@@ -81,17 +78,8 @@ class RunFolder:
         missing = [json.dumps({"step": step, "seconds": None}).encode() for step in range(len(kept), num)]
         write_whole(path, b"".join(line + b"\n" for line in (*kept, *missing)))
 
-    def store(self, to_array: Any, from_array: Any) -> Store:
-        """The checkpoints of the run."""
-        return Store(self.path / CHECKPOINTS, to_array=to_array, from_array=from_array)
-
     def refuse_without_checkpoint(self) -> None:
-        """What cannot be begun anew; a run that was killed before its first checkpoint can."""
-        if (self.path / STATE_BEFORE).exists():
-            raise StateError(
-                f"{self.path} was left by an older version of bigbatch, whose {STATE_BEFORE}/ is not read any more: go "
-                "on with that version, or start anew without --resume"
-            )
+        """Raises StateError if the run ended; one that was killed before its first checkpoint can start again."""
         if (self.path / SUMMARY).exists():
             raise StateError(
                 f"{self.path} holds a run that ended but no checkpoint to go on from: start anew without --resume"
@@ -131,6 +119,3 @@ class OthersFolder(RunFolder):
 
     def begin_with(self, history: bytes) -> None:
         pass
-
-    def store(self, to_array: Any, from_array: Any) -> Store:
-        return Store(self.path / CHECKPOINTS, to_array=to_array, from_array=from_array, is_read_only=True)

@@ -1,4 +1,4 @@
-"""The random numbers that everybody draws from: of Python, of NumPy, of the frameworks that are in use."""
+"""The global random numbers: of Python, of NumPy, and of every framework that is imported."""
 
 import importlib
 import random
@@ -13,28 +13,25 @@ from ...core.checkpoint import random as core_random
 
 
 def state() -> dict[str, Any]:
-    """Where all of them are."""
-    found = core_random.state()
-    for name, framework in FRAMEWORKS.items():
-        if name in sys.modules:
-            found[name] = framework.state()
-    return found
+    """The state of all of them."""
+    of_frameworks = {name: each.state() for name, each in _FRAMEWORKS.items() if name in sys.modules}
+    return {**core_random.state(), **of_frameworks}
 
 
 def restore(found: dict[str, Any]) -> None:
-    """Puts them where they were; last those that frameworks may draw from when they make theirs."""
-    for name, framework in FRAMEWORKS.items():
+    """Puts them where they were; Python and NumPy last, since frameworks may draw from them when they make theirs."""
+    for name, framework in _FRAMEWORKS.items():
         if name in found:
             importlib.import_module(name)
             framework.restore(found[name])
-    name, keys, *others = found["numpy"]
-    core_random.restore({"python": found["python"], "numpy": (name, np.asarray(keys), *others)})
+    core_random.restore(found)
 
 
 def seed(number: int) -> None:
+    """Seeds all of them."""
     random.seed(number)
     np.random.seed(number)
-    for name, framework in FRAMEWORKS.items():
+    for name, framework in _FRAMEWORKS.items():
         if name in sys.modules:
             framework.seed(number)
 
@@ -50,7 +47,11 @@ def kept() -> Iterator[None]:
 
 
 class Stream:
-    """A sequence of random numbers of its own: who draws in it draws the same, whatever others draw meanwhile."""
+    """A sequence of random numbers of its own: what is drawn in it does not depend on what others draw.
+
+    Args:
+        number: Its seed.
+    """
 
     def __init__(self, number: int) -> None:
         with kept():
@@ -68,8 +69,8 @@ class Stream:
                 self.state = state()
 
 
-class OfTorch:
-    """Those of the host and of every GPU."""
+class _Torch:
+    """The generators of the host and of every GPU."""
 
     @staticmethod
     def state() -> list[np.ndarray]:
@@ -94,45 +95,42 @@ class OfTorch:
         torch.manual_seed(number)
 
 
-class OfTensorFlow:
-    """What the next operation takes for its seed, which also orders a dataset that is shuffled; the global generator.
+class _TensorFlow:
+    """The seeds that operations draw, which also order a shuffled dataset; and the global generator.
 
     TensorFlow 2.21 keeps the former in a Random of Python's and has no public way to it.
     """
 
     @staticmethod
-    def state() -> dict[str, Any]:
+    def _parts() -> tuple[Any, Any]:
         from tensorflow.python.eager import context
         from tensorflow.python.ops import stateful_random_ops
 
-        drawn = getattr(context.context(), "_rng", None)
-        generator = stateful_random_ops.global_generator
-        return {
-            "operations": None if drawn is None else drawn.getstate(),
-            "generator": None if generator is None else generator.state.numpy(),
-        }
+        return getattr(context.context(), "_rng", None), stateful_random_ops.global_generator
 
     @staticmethod
-    def restore(found: dict[str, Any]) -> None:
-        import tensorflow as tf
-        from tensorflow.python.eager import context
+    def state() -> list[Any]:
+        drawn, generator = _TensorFlow._parts()
+        return [drawn and drawn.getstate(), None if generator is None else generator.state.numpy()]
 
-        drawn = getattr(context.context(), "_rng", None)
-        if found["operations"] is not None and drawn is not None:
-            drawn.setstate(found["operations"])
-        if found["generator"] is not None:
-            tf.random.get_global_generator().state.assign(np.asarray(found["generator"]))
+    @staticmethod
+    def restore(found: list[Any]) -> None:
+        import tensorflow as tf
+
+        of_operations, of_generator = found
+        drawn, _ = _TensorFlow._parts()
+        if of_operations is not None and drawn is not None:
+            drawn.setstate(of_operations)
+        if of_generator is not None:
+            tf.random.get_global_generator().state.assign(np.asarray(of_generator))
 
     @staticmethod
     def seed(number: int) -> None:
-        from tensorflow.python.eager import context
-        from tensorflow.python.ops import stateful_random_ops
-
-        drawn = getattr(context.context(), "_rng", None)
+        drawn, generator = _TensorFlow._parts()
         if drawn is not None:
             drawn.seed(number)
-        if stateful_random_ops.global_generator is not None:
-            stateful_random_ops.global_generator.reset_from_seed(number)
+        if generator is not None:
+            generator.reset_from_seed(number)
 
 
 class OfKeras:
@@ -159,8 +157,8 @@ class OfKeras:
 
     @staticmethod
     def begin(number: int) -> None:
-        """Makes one, which else the first operation would do."""
+        """Makes the generator, as the first operation would."""
         OfKeras.restore(np.array([number % 2**31, 0]))
 
 
-FRAMEWORKS: dict[str, Any] = {"torch": OfTorch, "tensorflow": OfTensorFlow, "keras": OfKeras}
+_FRAMEWORKS: dict[str, Any] = {"torch": _Torch, "tensorflow": _TensorFlow, "keras": OfKeras}
