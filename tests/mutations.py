@@ -198,7 +198,8 @@ keras: JAX divides by the number of micro-batches | keras/backends/jax.py | test
 keras: torch does not zero gradients between steps | keras/backends/torch.py | test-keras-torch
 - model.zero_grad()
 -         self._wide: dict[int, Tensor] = {}
-+ self._wide: dict[int, Tensor] = {}
++ pass
++         self._wide: dict[int, Tensor] = {}
 keras: the history on torch is a mean over steps, not samples | keras/backends/torch.py | test-keras-torch
 - model._loss_tracker.update_state(value, sample_weight=size)
 + model._loss_tracker.update_state(value)

@@ -1,10 +1,9 @@
 """The batch axis: the size that all parts of a batch share, and what is said where they do not."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import BatchError, BigBatchWarning
+from .errors import BatchError, warn
 
 
 def shared_size(parts: Sequence[tuple[str, int]], batch: Any, remedy: str = "", *, name: str = "batch") -> int:
@@ -32,22 +31,19 @@ def shared_size(parts: Sequence[tuple[str, int]], batch: Any, remedy: str = "", 
     return size
 
 
-def warn_of_batch_norm(names: Sequence[str], freeze: str, *, layer: str = "BatchNorm", stacklevel: int = 3) -> bool:
+def warn_of_batch_norm(names: Sequence[str], freeze: str, *, layer: str = "BatchNorm") -> bool:
     """Warns that BatchNorm sees micro-batches; returns whether there is any.
 
     Args:
         names: The layers that normalise by what they are fed.
         freeze: How they are frozen in this framework: "put them into eval mode".
         layer: What the framework calls them.
-        stacklevel: As in `warnings.warn`, counted from the caller.
     """
     if names:
         norm = layer.removeprefix("Batch")
-        warnings.warn(
+        warn(
             f"{len(names)} {layer} layer{'s' * (len(names) != 1)} in training mode ({names[0]} first) normalise by "
             f"the micro-batch, so the result is not that of the full batch: {freeze}, or use Group{norm} or "
-            f"Layer{norm}, to be exact; verify() shows how far apart it is",
-            BigBatchWarning,
-            stacklevel=stacklevel + 1,
+            f"Layer{norm}, to be exact; verify() shows how far apart it is"
         )
     return bool(names)

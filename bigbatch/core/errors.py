@@ -18,6 +18,11 @@ Every message is one sentence that gives both numbers and the remedy. After any 
 the optimizer and the gradients are as they were before the call.
 """
 
+import contextlib
+import os
+import sys
+import warnings
+
 
 class BigBatchError(Exception):
     """The parent of everything that bigbatch raises on purpose."""
@@ -77,3 +82,14 @@ class MissingExtraError(BigBatchError, ImportError):
 
 class BigBatchWarning(UserWarning):
     """Something that training survives but the user should hear of."""
+
+
+_OURS = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__)
+
+
+def warn(message: str) -> None:
+    """Issues a BigBatchWarning that names the user's line, however deep inside of bigbatch the cause was found."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, BigBatchWarning, stacklevel=level)

@@ -1,10 +1,9 @@
 """What happens when a gradient or a loss is not finite: the policy and its messages, for every framework."""
 
 import math
-import warnings
 from typing import Any, Literal
 
-from .errors import BigBatchWarning, NonFiniteError, OrderError
+from .errors import NonFiniteError, OrderError, warn
 from .options import Option, check_on_nonfinite, check_size
 from .weight import Terms
 
@@ -85,11 +84,9 @@ class NonFinite:
         if is_too_many:
             self._due[step] = too_many(self.num_skipped, self._first_step, self._first_place, self.max_skipped)
         if self._warns and not is_overflow:
-            warnings.warn(
+            warn(
                 f"step {step} was skipped: {place} is not finite; "
-                "the parameters are unchanged and the next window starts clean",
-                BigBatchWarning,
-                stacklevel=7,
+                "the parameters are unchanged and the next window starts clean"
             )
 
     def check(self, until: int) -> None:

@@ -123,7 +123,7 @@ def check_loss(terms: Terms, num_weights: int) -> None:
 
 def tell_batch_norm(model: nn.Module) -> bool:
     """Warns that BatchNorm sees micro-batches; returns whether it does."""
-    return warn_of_batch_norm(batch_norms(model), "put them into eval mode", stacklevel=5)
+    return warn_of_batch_norm(batch_norms(model), "put them into eval mode")
 
 
 def batch_norms(model: nn.Module) -> list[str]:

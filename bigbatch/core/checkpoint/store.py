@@ -14,14 +14,13 @@ import json
 import os
 import re
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import BigBatchWarning, OptionError, OrderError, StateError
+from ..errors import OptionError, OrderError, StateError, warn
 from .files import flush_folder, make_folder, read_plain, remove, write_through
 from .serialize import Array, as_array, check_installed, from_safetensors, packed, to_json, to_safetensors, unpacked
 
@@ -160,11 +159,9 @@ class Store:
 
     def tell(self, error: BaseException) -> None:
         """Warns of one that could not be written."""
-        warnings.warn(
+        warn(
             f"a checkpoint could not be written to {self.folder} ({reason(error)}): the ones before are untouched, "
-            "and training goes on; see that the folder can be written to and has space",
-            BigBatchWarning,
-            stacklevel=4,
+            "and training goes on; see that the folder can be written to and has space"
         )
 
     def _join(self) -> None:
@@ -216,7 +213,7 @@ class Store:
                 told.append(str(error))
                 continue
             if told:
-                warnings.warn(f"{'; '.join(told)}: going on from {path}", BigBatchWarning, stacklevel=2)
+                warn(f"{'; '.join(told)}: going on from {path}")
             self.newest_step = found.step
             return found
         if told:

@@ -1,12 +1,11 @@
 """Whether a loss scans through time along the leading axis of its batch, which is the axis that is cut."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
-from ...core.errors import BigBatchWarning
+from ...core.errors import warn
 from ..internals import scans
 
 _ADDING = ("add", "add_any", "sub", "scatter-add")
@@ -32,11 +31,9 @@ def warn_if_recurrent(trace: Callable[[int], Any], size: int) -> None:
     except Exception:  # the loss works with this size alone
         return
     if longer >= num:
-        warnings.warn(
+        warn(
             "the loss scans over the leading axis of the batch, and what it does with a row depends on the rows before "
-            "it: if that axis is time, cutting it cuts sequences; put the samples first, and swap the axes in the loss",
-            BigBatchWarning,
-            stacklevel=2,
+            "it: if that axis is time, cutting it cuts sequences; put the samples first, and swap the axes in the loss"
         )
 
 

@@ -1,13 +1,12 @@
 """The `train_step` that accumulate() gives to a model: what is the same on all backends."""
 
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Protocol
 
 import keras
 
-from ...core.errors import BigBatchWarning
+from ...core.errors import warn
 from .. import checks
 from ..loss import Batch, Form, Found, wide
 from ..verify.trial import try_out
@@ -149,5 +148,5 @@ class FitStep:
             found, messages = try_out(model, batch, self.micro_batch_size, self.call, cut, alone)
             model._clear_losses()
         for message in messages:
-            warnings.warn(message, BigBatchWarning, stacklevel=2)
+            warn(message)
         return found
