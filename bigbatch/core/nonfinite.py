@@ -23,14 +23,25 @@ class NonFinite:
     Args:
         on_nonfinite: "skip", "raise" or "stop".
         max_skipped: After how many skipped steps in a row to raise NonFiniteError; None for never.
+        warns: Whether to warn of a skipped step; False if the framework prints it from its graph.
+        resume: How to continue after "stop".
     """
 
     on_nonfinite = Option(check_on_nonfinite)
     max_skipped = Option(check_size)
 
-    def __init__(self, on_nonfinite: OnNonFinite = "skip", max_skipped: int | None = 32) -> None:
+    def __init__(
+        self,
+        on_nonfinite: OnNonFinite = "skip",
+        max_skipped: int | None = 32,
+        *,
+        warns: bool = True,
+        resume: str = "load an earlier state with load_state_dict(), or make a new accumulator",
+    ) -> None:
         self.on_nonfinite = on_nonfinite
         self.max_skipped = max_skipped
+        self._warns = warns
+        self._resume = resume
         self.is_stopped = False
         self.num_skipped = 0
         """How many steps in a row have been skipped."""
@@ -44,6 +55,11 @@ class NonFinite:
         """Whether a loss that is not finite counts if its gradient is finite: "skip" applies it, as any loop would."""
         return bool(self.on_nonfinite != "skip")
 
+    @property
+    def raises(self) -> bool:
+        """Whether a skipped step is an error at once."""
+        return bool(self.on_nonfinite == "raise")
+
     def applied(self) -> None:
         """Records a step that was applied."""
         self.num_skipped = 0
@@ -56,7 +72,7 @@ class NonFinite:
             place: What is not finite: "the loss", "the gradient of weight".
             is_overflow: Whether a GradScaler handles it.
         """
-        if self.on_nonfinite == "raise" and not is_overflow:
+        if self.raises and not is_overflow:
             raise NonFiniteError(raised(step, place))
         if not self.num_skipped:
             self._first_step, self._first_place = step, place
@@ -67,7 +83,7 @@ class NonFinite:
             return
         if is_too_many:
             self._due[step] = too_many(self.num_skipped, self._first_step, self._first_place, self.max_skipped)
-        if not is_overflow:
+        if self._warns and not is_overflow:
             warn(
                 f"step {step} was skipped: {place} is not finite; "
                 "the parameters are unchanged and the next window starts clean"
@@ -87,7 +103,7 @@ class NonFinite:
         if self.is_stopped:
             raise OrderError(
                 f"training was stopped because {self._first_place} was not finite in step {self._first_step}: "
-                "load an earlier state with load_state_dict(), or make a new accumulator"
+                f"{self._resume}"
             )
 
     def state_dict(self) -> dict[str, Any]:
