@@ -1,11 +1,13 @@
 """The commands, their options, and how they end."""
 
+import inspect
 import json
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import datetime
 from functools import wraps
 from pathlib import Path
@@ -18,8 +20,10 @@ from .. import __version__
 from ..core.errors import BigBatchError, BigBatchWarning, OptionError
 from ..core.text import to_json
 from . import errors
+from .config import FLAGS, check_given, check_same_data, merged, read_toml
 from .errors import TaskRaisedError
 from .run.ranks import here, ranks_of, refuse_several
+from .task import load_task
 
 app = typer.Typer(
     help="Train with the batch you want on the memory you have, and get exactly the same gradient.",
@@ -31,8 +35,8 @@ app = typer.Typer(
 
 
 def run() -> None:
-    """Runs the command, and makes of everything that goes wrong a sentence and an exit code."""
-    warnings.showwarning = show_warning
+    """Runs the command; whatever goes wrong becomes a sentence and an exit code."""
+    warnings.showwarning = _show_warning
     if here().num > 1:  # read when torch is imported: DDP warns where all parameters are used, as they mostly are
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
@@ -42,7 +46,7 @@ def run() -> None:
         sys.exit(errors.CLOSED_PIPE)
 
 
-def show_warning(
+def _show_warning(
     message: Warning | str,
     category: type[Warning],
     filename: str,
@@ -50,7 +54,7 @@ def show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Ours as sentences, without a line of code."""
+    """Shows our own warnings as sentences, without a line of code."""
     if issubclass(category, BigBatchWarning):
         if here().is_first:
             print(f"bigbatch: {message}", file=sys.stderr)
@@ -58,36 +62,37 @@ def show_warning(
         sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
 
 
-def told(command: Callable[..., int | None]) -> Callable[..., None]:
-    """A command whose errors are sentences; what it returns is the exit code."""
+def _ends_with_code(command: Callable[..., int | None]) -> Callable[..., None]:
+    """Ends the process with what the command returns, or with a sentence and the exit code of what it raises."""
 
     @wraps(command)
-    def telling(*args: Any, **options: Any) -> None:
+    def ending(*args: Any, **options: Any) -> None:
         try:
             code = command(*args, **options)
         except BigBatchError as error:
-            code = say(str(error), errors.BAD_INPUT)
+            code = _say(str(error), errors.BAD_INPUT)
         except TaskRaisedError as error:
-            code = say(own_traceback(error.error), errors.TASK_RAISED, prefix="")
+            code = _say(_own_traceback(error.error), errors.TASK_RAISED, prefix="")
         except BrokenPipeError:
             raise
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
-            code = say(f"{error.strerror or error}{where}: nothing was overwritten; see that the folder can be written "
-                       "to and has space, or pass another --out", errors.NOT_WRITTEN)  # fmt: skip
+            remedy = "see that the folder can be written to and has space, or pass another --out"
+            code = _say(f"{error.strerror or error}{where}: nothing was overwritten; {remedy}", errors.NOT_WRITTEN)
         except KeyboardInterrupt:
-            code = say("interrupted", errors.INTERRUPTED) if here().is_first else errors.INTERRUPTED
+            code = _say("interrupted", errors.INTERRUPTED) if here().is_first else errors.INTERRUPTED
         except Exception:
             if here().num == 1:
                 raise
-            code = say(traceback.format_exc(), errors.TASK_RAISED)
+            code = _say(traceback.format_exc(), errors.TASK_RAISED)
         here().leave(code or 0)
         raise typer.Exit(code or 0)
 
-    return telling
+    return ending
 
 
-def say(text: str, code: int, prefix: str = "bigbatch: ") -> int:
+def _say(text: str, code: int, prefix: str = "bigbatch: ") -> int:
+    """Prints an error on the rank that has it, and returns the exit code."""
     ranks = here()
     error = sys.exception()
     ranks.let_others_speak(error)
@@ -96,105 +101,89 @@ def say(text: str, code: int, prefix: str = "bigbatch: ") -> int:
     return code
 
 
-def own_traceback(error: BaseException) -> str:
+def _own_traceback(error: BaseException) -> str:
     """The traceback without our frames."""
     ours = str(Path(__file__).parents[1])
     found = traceback.TracebackException.from_exception(error)
-    frames = [frame for frame in found.stack if not is_ours(frame.filename, ours)]
+    frames = [frame for frame in found.stack if not _is_ours(frame.filename, ours)]
     if frames:
         found.stack[:] = frames
     found.__cause__ = found.__context__ = None
     return "".join(found.format()).rstrip()
 
 
-def is_ours(filename: str, ours: str) -> bool:
+def _is_ours(filename: str, ours: str) -> bool:
     is_task = filename.startswith(os.path.join(ours, "tasks"))
     return (filename.startswith(ours) and not is_task) or filename.startswith("<frozen importlib")
 
 
-def show_version(is_wanted: bool) -> None:
+def _show_version(is_wanted: bool) -> None:
     if is_wanted:
         print(f"bigbatch {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def options(
+def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and end.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end.")
     ] = False,
 ) -> None:
     """Gradient accumulation that is exact: train, verify, report."""
 
 
-TaskName = Annotated[str, typer.Argument(help="A Python file, or digits, digits-batchnorm or text.")]
-Framework = Annotated[str | None, typer.Option(help="torch, tensorflow, keras or jax; for built-in tasks.")]
-BatchSize = Annotated[int | None, typer.Option(help="What the optimizer sees.")]
-MicroBatchSize = Annotated[str | None, typer.Option(help="What is in memory at one time.")]
-Seed = Annotated[int | None, typer.Option(help="For weights, data and dropout.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …")]
+def _takes(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a command, in place of its **flags, the flags that `Config` declares under these names."""
+
+    def taking(command: Callable[..., Any]) -> Callable[..., Any]:
+        task, *own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        flags = []
+        for name in names:
+            about = FLAGS[name].metadata
+            kind: Any = Annotated[about["kind"] | None, typer.Option(help=about["about"])]
+            flags.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+        command.__signature__ = inspect.Signature([task, *flags, *own])  # type: ignore[attr-defined]
+        return command
+
+    return taking
+
+
+_TaskName = Annotated[str, typer.Argument(help="A Python file, or digits, digits-batchnorm or text.")]
 
 
 @app.command()
-@told
+@_ends_with_code
+@_takes(*FLAGS)
 def train(
-    task: TaskName,
-    batch_size: BatchSize = None,
-    micro_batch_size: MicroBatchSize = None,
-    epochs: Annotated[int | None, typer.Option(help="How often to go through the data.")] = None,
-    steps: Annotated[int | None, typer.Option(help="How many steps to make; instead of --epochs.")] = None,
-    lr: Annotated[float | None, typer.Option(help="The learning rate.")] = None,
-    lr_scaling: Annotated[
-        str | None, typer.Option(help="none, linear or sqrt: how the rate follows --batch-size / --base-batch-size.")
-    ] = None,
-    base_batch_size: Annotated[int | None, typer.Option(help="The batch that --lr is meant for.")] = None,
-    warmup_steps: Annotated[int | None, typer.Option(help="Steps over which the rate rises to --lr.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="constant, cosine or linear, over the whole run.")] = None,
-    clip_norm: Annotated[float | None, typer.Option(help="The largest norm of a batch's gradient.")] = None,
-    precision: Annotated[str | None, typer.Option(help="float32, bf16 or fp16.")] = None,
-    on_nonfinite: Annotated[
-        str | None, typer.Option(help="skip, raise or stop: what a gradient that is not finite does.")
-    ] = None,
-    checkpoint_every: Annotated[str | None, typer.Option(help="Steps, such as 100, or a time, such as 10min.")] = None,
-    framework: Framework = None,
-    seed: Seed = None,
-    device: Device = None,
+    task: _TaskName,
+    *,
     out: Annotated[Path | None, typer.Option(help="The run folder; runs/TASK-TIME without it.")] = None,
     resume: Annotated[Path | None, typer.Option(help="A run folder to go on with.")] = None,
-    compare: Annotated[bool | None, typer.Option(help="Train with the full batch too, and compare.")] = None,
-    tensorboard: Annotated[bool | None, typer.Option(help="Write TensorBoard's event files too.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with these options; flags win.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    **flags: Any,
 ) -> int | None:
     """Train a task in micro-batches, compare with the full batch, and leave a run folder."""
-    from . import config as configs
     from .run.display import Screen
     from .run.folder import CONFIG
     from .run.train import train as run_training
-    from .task import load_task
 
     if resume is not None and (out is not None or config is not None):
         raise OptionError(
             f"--resume {resume} goes on in its own folder with its own options: leave out --out and --config"
         )
-    flags = {
-        "batch_size": batch_size, "micro_batch_size": whole(micro_batch_size), "epochs": epochs, "steps": steps,
-        "lr": lr, "lr_scaling": lr_scaling, "base_batch_size": base_batch_size, "warmup_steps": warmup_steps,
-        "schedule": schedule, "clip_norm": clip_norm, "precision": precision, "on_nonfinite": on_nonfinite,
-        "checkpoint_every": checkpoint_every, "seed": seed, "device": device, "compare": compare,
-        "tensorboard": tensorboard,
-    }  # fmt: skip
-    file = configs.read_toml(config) if config is not None else {}
+    flags["micro_batch_size"] = _as_number(flags["micro_batch_size"])
+    framework = flags.pop("framework")
+    file = read_toml(config) if config is not None else {}
     if resume is not None:
-        file = configs.read_toml(resume / CONFIG, "pass --resume the folder of a run")
-        configs.check_same_data(flags, file)
+        file = read_toml(resume / CONFIG, "pass --resume the folder of a run")
+        check_same_data(flags, file)
     out = out or (Path(file.pop("out")) if "out" in file else None)
     quiet, as_json = quiet or bool(file.pop("quiet", False)), as_json or bool(file.pop("json", False))
-    configs.check_given(task, {**file, **{name: value for name, value in flags.items() if value is not None}})
-    framework = framework or (file.get("framework") if not Path(task).suffix else None)
-    found = load_task(task, framework)
-    chosen = configs.merged(found, flags, file)
+    check_given(task, flags, file)
+    found = load_task(task, framework or (file.get("framework") if not Path(task).suffix else None))
+    chosen = merged(found, flags, file)
     folder = resume or out or Path("runs") / f"{found.name}-{datetime.now():%Y%m%d-%H%M%S}"
     ranks = ranks_of(found)
     screen = Screen(is_quiet=quiet or as_json or not ranks.is_first)
@@ -205,50 +194,40 @@ def train(
     if summary["status"] != "finished":
         screen.note(f"{summary['status']}: to go on, bigbatch train {task} --resume {folder}")
     if as_json:
-        print(json.dumps(to_json({**summary, "folder": str(folder)}), allow_nan=False))
+        _print_json({**summary, "folder": str(folder)})
     return code
 
 
 @app.command()
-@told
+@_ends_with_code
+@_takes("micro_batch_size", "batch_size", "framework", "seed", "device")
 def verify(
-    task: TaskName,
-    micro_batch_size: MicroBatchSize = None,
-    batch_size: BatchSize = None,
-    framework: Framework = None,
-    seed: Seed = None,
-    device: Device = None,
+    task: _TaskName,
+    *,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    **flags: Any,
 ) -> int | None:
     """Compare the gradient of one batch, accumulated and whole; exit code 1 if they differ."""
-    from . import config as configs
     from .engines.engine import make_engine
-    from .task import load_task
-    from .verification import as_json as verification_as_json
-    from .verification import as_table
 
     refuse_several("verify")
-    found = load_task(task, framework)
-    flags = {
-        "batch_size": batch_size, "micro_batch_size": whole(micro_batch_size), "seed": seed, "device": device,
-    }  # fmt: skip
-    chosen = configs.merged(found, flags, {})
+    flags["micro_batch_size"] = _as_number(flags["micro_batch_size"])
+    found = load_task(task, flags.pop("framework"))
+    chosen = merged(found, flags, {})
     batch = next(found.epoch(batch_size=chosen.batch_size, epoch=0, seed=chosen.seed), None)
     if batch is None:
         raise OptionError(f"batches() of {found.name} gave 0 batches: there is nothing to verify")
     verification = make_engine(found, chosen).verify(batch)
     if as_json:
-        print(json.dumps(to_json(verification_as_json(verification)), allow_nan=False))
+        _print_json({**asdict(verification), "causes": list(verification.causes)})
     else:
-        console = Console()
-        console.print(as_table(verification, found.name, chosen))
-        for cause in verification.causes:
-            console.print(f"- {cause}", markup=False, highlight=False)
+        print(f"{found.name}: batch of {chosen.batch_size} in micro-batches of {chosen.micro_batch_size}")
+        print(verification)
     return None if verification.is_exact else errors.NOT_EXACT
 
 
 @app.command()
-@told
+@_ends_with_code
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
@@ -262,7 +241,7 @@ def report(
 
 
 @app.command()
-@told
+@_ends_with_code
 def doctor() -> None:
     """Say what is installed, which devices can be used, and what is missing."""
     from .doctor import examine
@@ -271,9 +250,13 @@ def doctor() -> None:
     examine(Console())
 
 
-def whole(text: str | None) -> int | str | None:
-    """A number, if it is one: `auto` is checked later, with a sentence of its own."""
+def _as_number(text: str | None) -> int | str | None:
+    """A number if it is one; the check of the option has a message for everything else."""
     try:
         return None if text is None else int(text)
     except ValueError:
         return text
+
+
+def _print_json(found: dict[str, Any]) -> None:
+    print(json.dumps(to_json(found), allow_nan=False))

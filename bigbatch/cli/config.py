@@ -1,10 +1,11 @@
-"""What a run is told: flags before the TOML file, the file before the task's own defaults, those before ours."""
+"""The options of a run, each declared once. Flags win over the TOML file, the file over the task's own defaults."""
 
 import math
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 
 import tomli_w
@@ -15,38 +16,124 @@ from ..core.nonfinite import OnNonFinite
 from ..core.options import check_choice, positive
 from .task import FRAMEWORKS, Task
 
-CHOICES = {
-    "framework": FRAMEWORKS,
-    "lr_scaling": ("none", "linear", "sqrt"),
-    "schedule": ("constant", "cosine", "linear"),
-    "precision": ("float32", "bf16", "fp16"),
-    "on_nonfinite": get_args(OnNonFinite),
-}
+Check = Callable[[str, Any], Any]
+
+
+def _flag(
+    default: Any,
+    about: str,
+    check: Check,
+    *,
+    kind: type = str,
+    passed_on: Mapping[str, str] = MappingProxyType({}),
+    elsewhere: str = "",
+) -> Any:
+    """An option of `bigbatch train`.
+
+    Args:
+        default: Its value if neither a flag, nor a file, nor the task has one.
+        about: What `--help` says.
+        check: Raises OptionError if a value cannot be right; it gets the name of the flag and the value.
+        kind: What the flag is parsed as.
+        passed_on: What the option is called in each framework that takes it as it is; see `Config.for_framework`.
+        elsewhere: What happens in other frameworks, if the option is refused there.
+    """
+    metadata = {"about": about, "check": check, "kind": kind, "passed_on": passed_on, "elsewhere": elsewhere}
+    return field(default=default, metadata=metadata)
+
+
+def _one_of(*choices: str) -> Check:
+    return lambda name, value: check_choice(name, value, choices)
+
+
+def _size(name: str, value: Any) -> None:
+    if name == "--micro-batch-size" and value == "auto":
+        raise OptionError('--micro-batch-size "auto" is not there yet: pass a number, such as 8')
+    if value is not None:
+        positive(name, value)
+
+
+def _above_zero(name: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value < math.inf):
+        raise OptionError(f"{name} must be a number above zero, not {value!r}")
+
+
+def _whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
+        raise OptionError(f"{name} must be a whole number from 0 on, not {value!r}")
+
+
+def _truth(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be true or false, not {value!r}")
+
+
+def _device(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, str):
+        raise OptionError(f"{name} must be a name such as cpu or cuda, not {value!r}")
+
+
+def _interval(name: str, value: Any) -> None:
+    try:
+        Every(value)
+    except OptionError as error:
+        raise OptionError(f"{name} {value}: {error}") from error
 
 
 @dataclass(frozen=True)
 class Config:
-    """The options of `bigbatch train`."""
+    """The options of `bigbatch train`. A new option is a line here; what it does is in `engines` or `run`."""
 
     task: str
-    framework: str = "torch"
-    batch_size: int = 64
-    micro_batch_size: int = 8
-    epochs: int | None = None
-    steps: int | None = None
-    lr: float = 1e-3
-    lr_scaling: str = "none"
-    base_batch_size: int | None = None
-    warmup_steps: int = 0
-    schedule: str = "constant"
-    clip_norm: float | None = None
-    precision: str = "float32"
-    on_nonfinite: str = "skip"
-    checkpoint_every: str | int | None = "10min"
-    seed: int = 0
-    device: str | None = None
-    compare: bool = True
-    tensorboard: bool = False
+    batch_size: int = _flag(64, "What the optimizer sees.", _size, kind=int)
+    micro_batch_size: int = _flag(8, "What is in memory at one time.", _size)
+    epochs: int | None = _flag(None, "How often to go through the data.", _size, kind=int)
+    steps: int | None = _flag(None, "How many steps to make; instead of --epochs.", _size, kind=int)
+    lr: float = _flag(1e-3, "The learning rate.", _above_zero, kind=float)
+    lr_scaling: str = _flag(
+        "none",
+        "none, linear or sqrt: how the rate follows --batch-size / --base-batch-size.",
+        _one_of("none", "linear", "sqrt"),
+    )
+    base_batch_size: int | None = _flag(None, "The batch that --lr is meant for.", _size, kind=int)
+    warmup_steps: int = _flag(0, "Steps over which the rate rises to --lr.", _whole, kind=int)
+    schedule: str = _flag(
+        "constant",
+        "constant, cosine or linear, over the whole run.",
+        _one_of("constant", "cosine", "linear"),
+    )
+    clip_norm: float | None = _flag(
+        None,
+        "The largest norm of a batch's gradient.",
+        _above_zero,
+        kind=float,
+        passed_on={"torch": "clip_norm", "tensorflow": "clip_norm", "keras": "global_clipnorm", "jax": "max_norm"},
+    )
+    precision: str = _flag(
+        "float32", "float32, bf16 or fp16.", _one_of("float32", "bf16", "fp16"), passed_on={"torch": "precision"}
+    )
+    on_nonfinite: str = _flag(
+        "skip",
+        "skip, raise or stop: what a gradient that is not finite does.",
+        _one_of(*get_args(OnNonFinite)),
+        passed_on={"torch": "on_nonfinite", "tensorflow": "on_nonfinite"},
+        elsewhere="such a step is skipped",
+    )
+    checkpoint_every: str | int | None = _flag("10min", "Steps, such as 100, or a time, such as 10min.", _interval)
+    framework: str = _flag("torch", "torch, tensorflow, keras or jax; for built-in tasks.", _one_of(*FRAMEWORKS))
+    seed: int = _flag(0, "For weights, data and dropout.", _whole, kind=int)
+    device: str | None = _flag(None, "cpu, cuda, cuda:1 …", _device)
+    compare: bool = _flag(True, "Train with the full batch too, and compare.", _truth, kind=bool)
+    tensorboard: bool = _flag(False, "Write TensorBoard's event files too.", _truth, kind=bool)
+
+    def for_framework(self) -> dict[str, Any]:
+        """The options that the framework takes as they are, by its names for them; none that has its default."""
+        return {
+            each.metadata["passed_on"][self.framework]: getattr(self, each.name)
+            for each in FLAGS.values()
+            if self.framework in each.metadata["passed_on"] and getattr(self, each.name) != each.default
+        }
 
     @property
     def scaled_lr(self) -> float:
@@ -65,12 +152,15 @@ class Config:
         return self.scaled_lr * left
 
     def as_toml(self) -> str:
+        """The file that `--config` and `--resume` read."""
         return tomli_w.dumps({name: value for name, value in asdict(self).items() if value is not None})
 
 
-NAMES = tuple(field.name for field in fields(Config))
-ABOUT_THE_RUN = ("out", "quiet", "json")
-"""Options that a file may have but that do not matter for what is computed."""
+FLAGS = {each.name: each for each in fields(Config) if each.metadata}
+"""The flags by name, with what `_flag` was given in `metadata`."""
+_NAMES = ("task", *FLAGS)
+_ABOUT_THE_RUN = ("out", "quiet", "json")
+"""Options that a file may have but that do not change what is computed."""
 
 
 def read_toml(path: Path, remedy: str = "pass --config a TOML file") -> dict[str, Any]:
@@ -83,31 +173,24 @@ def read_toml(path: Path, remedy: str = "pass --config a TOML file") -> dict[str
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise OptionError(f"{path} is no TOML file: {error}") from error
     options = {name.replace("-", "_"): value for name, value in found.items()}
-    if unknown := sorted(options.keys() - {*NAMES, *ABOUT_THE_RUN}):
-        known = ", ".join((*NAMES, *ABOUT_THE_RUN))
-        raise OptionError(f"{path} has an option {unknown[0]!r} that train does not know: it knows {known}")
+    _check_known(options, (*_NAMES, *_ABOUT_THE_RUN), path)
     return options
 
 
 def merged(task: Task, flags: Mapping[str, Any], file: Mapping[str, Any]) -> Config:
-    """The options that are used."""
-    if unknown := sorted(task.defaults.keys() - set(NAMES)):
-        raise OptionError(
-            f"defaults of {task.name} has an option {unknown[0]!r} that train does not know: "
-            f"it knows {', '.join(NAMES)}"
-        )
-    flags = {name: value for name, value in flags.items() if value is not None}
+    """The options of a run, from what the task, the file and the flags say."""
+    _check_known(task.defaults, _NAMES, f"defaults of {task.name}")
     options: dict[str, Any] = {}
-    for layer in (task.defaults, file, flags):
+    for layer in (task.defaults, file, _given(flags)):
         for one, other in (("epochs", "steps"), ("steps", "epochs")):
             if one in layer and other not in layer:
-                options.pop(other, None)  # who says the one has not asked for the other
+                options.pop(other, None)  # --steps replaces the task's epochs, and the other way round
         options.update(layer)
-    return checked(Config(**{**options, "task": task.source, "framework": task.framework}))
+    return _checked(Config(**{**options, "task": task.source, "framework": task.framework}))
 
 
 def check_same_data(flags: Mapping[str, Any], file: Mapping[str, Any]) -> None:
-    """Refuses options with which the place in the data would be another when a run goes on."""
+    """Raises OptionError if a resumed run would have other batches than before."""
     for name in ("batch_size", "seed"):
         if flags[name] is not None and flags[name] != file.get(name, flags[name]):
             raise OptionError(
@@ -116,43 +199,36 @@ def check_same_data(flags: Mapping[str, Any], file: Mapping[str, Any]) -> None:
             )
 
 
-def check_given(task: str, given: Mapping[str, Any]) -> None:
-    """What can be seen to be wrong before the task is loaded, which may take long."""
-    known = {name: value for name, value in given.items() if value is not None and name not in ("task", "framework")}
+def check_given(task: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -> None:
+    """Checks what can be checked before the task is loaded, which may take long."""
+    known = {name: value for name, value in _given({**file, **_given(flags)}).items() if name in FLAGS}
+    known.pop("framework", None)
     sizes = ("batch_size", "micro_batch_size")
     for one, other in (sizes, sizes[::-1]):
         if isinstance(known.get(one), int):
             known.setdefault(other, known[one])  # the task may have another, which is compared later
-    checked(Config(task=task, **known))
+    _checked(Config(task=task, **known))
 
 
-def checked(config: Config) -> Config:
-    """Refuses values that cannot work."""
-    for name in ("batch_size", "micro_batch_size", "epochs", "steps", "base_batch_size"):
-        value = getattr(config, name)
-        if name == "micro_batch_size" and value == "auto":
-            raise OptionError('--micro-batch-size "auto" is not there yet: pass a number, such as 8')
-        if value is not None:
-            positive(option(name), value)
-    for name in ("lr", "clip_norm"):
-        value = getattr(config, name)
-        if value is not None and not (is_number(value) and 0 < value < math.inf):
-            raise OptionError(f"{option(name)} must be a number above zero, not {value!r}")
-    for name in ("warmup_steps", "seed"):
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
-            raise OptionError(f"{option(name)} must be a whole number from 0 on, not {value!r}")
-    for name, choices in CHOICES.items():
-        check_choice(option(name), getattr(config, name), choices)
-    for name in ("compare", "tensorboard"):
-        if not isinstance(getattr(config, name), bool):
-            raise OptionError(f"{name} must be true or false, not {getattr(config, name)!r}")
-    if config.device is not None and not isinstance(config.device, str):
-        raise OptionError(f"--device must be a name such as cpu or cuda, not {config.device!r}")
-    try:
-        Every(config.checkpoint_every)
-    except OptionError as error:
-        raise OptionError(f"--checkpoint-every {config.checkpoint_every}: {error}") from error
+def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+def _check_known(options: Mapping[str, Any], names: tuple[str, ...], where: Any) -> None:
+    if unknown := sorted(options.keys() - set(names)):
+        raise OptionError(f"{where} has an option {unknown[0]!r} that train does not know: it knows {', '.join(names)}")
+
+
+def _checked(config: Config) -> Config:
+    """Raises OptionError if values cannot work, alone or together."""
+    for name, each in FLAGS.items():
+        value, about = getattr(config, name), each.metadata
+        about["check"](option(name), value)
+        if about["elsewhere"] and config.framework not in about["passed_on"] and value != each.default:
+            raise OptionError(
+                f"{option(name)} {value} is for {' and '.join(about['passed_on'])}, and {Path(config.task).stem} is a "
+                f"task of {config.framework}, where {about['elsewhere']}: leave it out"
+            )
     if config.micro_batch_size > config.batch_size:
         raise OptionError(
             f"--micro-batch-size {config.micro_batch_size} is larger than --batch-size {config.batch_size}: "
@@ -168,8 +244,5 @@ def checked(config: Config) -> Config:
 
 
 def option(name: str) -> str:
+    """The flag of an option: --batch-size of batch_size."""
     return "--" + name.replace("_", "-")
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

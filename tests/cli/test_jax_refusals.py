@@ -75,7 +75,9 @@ def test_resuming_with_another_task_is_refused(tmp_path: Path) -> None:
     train(write(tmp_path), tmp_path / "run", "--no-compare", "--steps", 2)
     wider = TINY.replace("12", "13")
     resume = ["--resume", tmp_path / "run", "--steps", 3]
-    assert_refused(run("train", write(tmp_path, start=wider), *resume), "float32[12]", "float32[13]", "in the checkpoint")
+    assert_refused(
+        run("train", write(tmp_path, start=wider), *resume), "float32[12]", "float32[13]", "in the checkpoint"
+    )
     sgd = "\ndef optimizer(params, lr):\n    return optax.sgd(lr)\n"
     assert_refused(run("train", write(tmp_path, sgd), *resume), "only the checkpoint has")
     (tmp_path / "run" / "checkpoints" / "000001" / "state.safetensors").write_bytes(b"nothing of ours")

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...core.checkpoint.serialize import Array, as_array
-from ...core.errors import MissingExtraError, OptionError
+from ...core.errors import MissingExtraError
 from ...core.step import Step
 from ...core.verify.result import Verification
 from ..config import Config
@@ -99,20 +99,6 @@ def make_engine(task: Task, config: Config, ranks: Ranks = ALONE) -> Engine:
         if error.name not in (task.framework, "optax"):
             raise
         raise MissingExtraError(f'{task.name} needs {error.name}: pip install "bigbatch[{task.framework}]"') from error
-
-
-def on_nonfinite(config: Config) -> dict[str, Any]:
-    """The option of an accumulator, if it is another than its own."""
-    return {} if config.on_nonfinite == "skip" else {"on_nonfinite": config.on_nonfinite}
-
-
-def refuse_nonfinite(task: Task, config: Config) -> None:
-    """For frameworks where such a step is left out, and no more."""
-    if config.on_nonfinite != "skip":
-        raise OptionError(
-            f"--on-nonfinite {config.on_nonfinite} is for torch and tensorflow, and {task.name} is a task of "
-            f"{task.framework}, where such a step is skipped: leave it out"
-        )
 
 
 def scores_of(task: Task, model: Any) -> dict[str, float]:

@@ -23,7 +23,7 @@ from ...jax.verify.trial import name_of
 from ..config import Config
 from ..errors import TaskError
 from ..task import Task, call_with, their_own_errors
-from .engine import EPSILON, Engine, refuse_nonfinite, scores_of
+from .engine import EPSILON, Engine, scores_of
 
 WEIGHT_DECAY = 0.01  # as torch's AdamW has it
 
@@ -37,7 +37,6 @@ class JaxEngine(Engine):
                 f"--precision fp16 needs a scaled loss, which {task.name}, a task of jax, does not have: "
                 "pass --precision bf16"
             )
-        refuse_nonfinite(task, config)
         self.task, self.config = task, config
         self._device = device_of(config.device)
         self.device = "cpu" if self._device.platform == "cpu" else f"{self._device.platform}:{self._device.id}"
@@ -70,8 +69,8 @@ class JaxEngine(Engine):
         is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient)]).all()
         has_weight = jnp.stack([weight != 0 for weight in found["weights"]]).any()
         found["is_applied"] = is_finite & has_weight & (found["num_wrong"] == 0)
-        if self.config.clip_norm is not None:
-            gradient, _ = optax.clip_by_global_norm(self.config.clip_norm).update(gradient, optax.EmptyState())
+        if clipping := self.config.for_framework():
+            gradient, _ = optax.clip_by_global_norm(**clipping).update(gradient, optax.EmptyState())
         optimizer = optax.with_extra_args_support(self._optimizer(parameters, lr))
         updates, next_state = optimizer.update(gradient, state, parameters, value=value)
         after = optax.apply_updates(parameters, updates), next_state

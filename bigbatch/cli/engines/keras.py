@@ -15,7 +15,7 @@ from ..errors import TaskError
 from ..run import randomness
 from ..run.memory import HostPeak
 from ..task import Task, call_with, their_own_errors
-from .engine import EPSILON, Engine, check_kind, refuse_nonfinite, scores_of
+from .engine import EPSILON, Engine, check_kind, scores_of
 from .keras_state import load_variables, state_of_variables
 
 POLICIES = {"float32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
@@ -28,7 +28,6 @@ class KerasEngine(Engine):
         self.task = task
         if config.device not in (None, "cpu"):
             raise OptionError(f"--device {config.device} is for torch and tensorflow: Keras takes its backend's own")
-        refuse_nonfinite(task, config)
         self.device = f"{keras.backend.backend()}'s own"
         keras.utils.set_random_seed(config.seed)
         randomness.OfKeras.begin(config.seed)
@@ -37,8 +36,8 @@ class KerasEngine(Engine):
         self.model = self._make_model()
         if not self.model.compiled:
             optimizer = make_optimizer(task, self.model, config)
-            if config.clip_norm is not None:
-                inner(optimizer).global_clipnorm = config.clip_norm
+            for name, value in config.for_framework().items():
+                setattr(inner(optimizer), name, value)
             self.model.compile(optimizer=optimizer, loss=task.loss)
         with their_own_errors():
             accumulate(self.model, config.micro_batch_size)

@@ -15,7 +15,7 @@ from ..config import Config
 from ..run import randomness
 from ..run.memory import HostPeak
 from ..task import Task, their_own_errors
-from .engine import Engine, check_kind, on_nonfinite, scores_of
+from .engine import Engine, check_kind, scores_of
 from .keras import POLICIES, inner, make_optimizer, weights_of
 from .keras_state import load_variables, state_of_variables
 
@@ -42,8 +42,7 @@ class TensorFlowEngine(Engine):
                 task.loss,
                 micro_batch_size=config.micro_batch_size,
                 weight=task.weight,
-                clip_norm=config.clip_norm,
-                **on_nonfinite(config),
+                **config.for_framework(),
             )
         self._peak = HostPeak()
 

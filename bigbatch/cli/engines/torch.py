@@ -24,7 +24,7 @@ from ..run import randomness
 from ..run.memory import HostPeak
 from ..run.ranks import Ranks
 from ..task import Task, call_with, their_own_errors
-from .engine import EPSILON, Engine, check_kind, on_nonfinite, scores_of
+from .engine import EPSILON, Engine, check_kind, scores_of
 
 
 class TorchEngine(Engine):
@@ -51,9 +51,7 @@ class TorchEngine(Engine):
             task.loss,
             micro_batch_size=config.micro_batch_size,
             weight=task.weight,
-            clip_norm=config.clip_norm,
-            precision=None if config.precision == "float32" else config.precision,
-            **on_nonfinite(config),
+            **config.for_framework(),
         )
         self._peak: HostPeak | None = None
 
