@@ -66,40 +66,42 @@ core: the tail of a batch is dropped | core/window.py | test-core
 core: samples that do not divide evenly among ranks are dropped | core/window.py | test-core test-cli
 - ends = [-(-batch_size * rank // num_ranks) for rank in range(num_ranks + 1)]
 + ends = [batch_size // num_ranks * rank for rank in range(num_ranks + 1)]
-torch: every micro-batch has the weight of the first | torch/passes.py | test-torch
-- weight = passes[number][1]
-+ weight = passes[0][1]
-torch: the weight of a bfloat16 loss is lost | torch/passes.py | test-torch
-- collection.in_units_of(scale)
-+ collection.in_units_of(1.0)
-torch: an empty term runs backward and adds 0 * NaN | torch/precision.py | test-torch
-- if loss.requires_grad and (isinstance(scales[t], Tensor) or scales[t]):
-+ if loss.requires_grad:
-torch: a fed window is not emptied after its step | torch/feeding.py | test-torch
-- window, self._open = self._open, None
-+ window = self._open
+torch: every micro-batch has the weight of the first | torch/accumulator.py | test-torch
+- weight = cut.passes[number][1]
++ weight = cut.passes[0][1]
+torch: the weight of a bfloat16 loss is lost | torch/backward.py | test-torch
+- buffer.put(share if in_units else 1.0)
++ buffer.put(1.0)
+torch: an empty term runs backward and adds 0 * NaN | torch/backward.py | test-torch
+- if term.requires_grad and (isinstance(share, Tensor) or share):
++ if term.requires_grad:
+torch: a fed window is not emptied after its step | torch/accumulator.py | test-torch
+- self._window = None
+-             weights = [] if
++ pass
++             weights = [] if
 torch: gradients add up in the dtype of the parameter | torch/gradients.py | test-torch
 - return _promoted(parameter.dtype, self._dtype)
 + return parameter.dtype
-torch: a parameter without a gradient gets zeros | torch/gradient_buffer.py | test-torch
+torch: a parameter without a gradient gets zeros | torch/gradients.py | test-torch
 - [(p, g) for p, g in zip(self.parameters, self._held, strict=True) if g is not None]
 + [(p, torch.zeros_like(p) if g is None else g) for p, g in zip(self.parameters, self._held, strict=True)]
-torch: two gradients in the same memory are both added to | torch/gradient_buffer.py | test-torch
-- if num > ALONE:
-+ if num > ALONE + 1:
+torch: two gradients in the same memory are both added to | torch/gradients.py | test-torch
+- if STORAGE_USERS(storage._cdata) > ALONE:
++ if STORAGE_USERS(storage._cdata) > ALONE + 1:
 torch: clipping scales small gradients up | torch/sums.py | test-torch
 - scale(sums, min(clip_norm / (total_norm + 1e-6), 1.0))
 + scale(sums, clip_norm / (total_norm + 1e-6))
 torch: clipping comes before unscaling | torch/update.py | test-torch
-- self._precision.unscale(self.optimizer, sums)
+- self._precision.unscale(self._optimizer, sums)
 + pass
 torch: an infinite gradient passes the finite check | torch/update.py | test-torch
 - if not math.isfinite(norm):
 + if math.isnan(norm):
 torch: the schedule steps on a skipped step | torch/update.py | test-torch
-- if self.scheduler is not None and outcome is not None and outcome.is_applied():
-+ if self.scheduler is not None and outcome is not None:
-torch: a saved window loses the unit of its sums | torch/window.py | test-torch
+- elif self.scheduler is not None and is_applied:
++ elif self.scheduler is not None:
+torch: a saved window loses the unit of its sums | torch/state.py | test-torch
 - sums.unit = unit
 + sums.unit = 1.0
 ranks: the world size is 1 | torch/distributed/ranks.py | test-ranks
@@ -108,12 +110,12 @@ ranks: the world size is 1 | torch/distributed/ranks.py | test-ranks
 ranks: the total weight is not reduced | torch/distributed/totals.py | test-ranks
 - tuple(int(t) if t.is_integer() else t for t in rest[:num]),
 + tuple(int(t) if t.is_integer() else t for t in map(float, share.total or rest[:num])),
-ranks: the gradient of a fed window is not reduced | torch/feeding.py | test-ranks
-- if agreement.has_weight(self.reduction) and self._replicas.is_shared:
-+ if agreement.has_weight(self.reduction) and self._replicas.is_sharded:
-ranks: each rank clips its own gradient before the reduction | torch/feeding.py | test-ranks
-- self._replicas.complete(
-+ arithmetic.clip(sums, arithmetic.norm(sums), self.clip_norm, None); self._replicas.complete(
+ranks: the gradient of a fed window is not reduced | torch/accumulator.py | test-ranks
+- if self._ranks.is_shared and has_weight(
++ if self._ranks.is_sharded and has_weight(
+ranks: each rank clips its own gradient before the reduction | torch/accumulator.py | test-ranks
+- self._ranks.complete(buffer, is_whole=self.reduction
++ arithmetic.clip(sums, arithmetic.norm(sums), self.clip_norm, None); self._ranks.complete(buffer, is_whole=self.reduction
 ranks: the loss is that of one rank | torch/distributed/ranks.py | test-ranks
 - work = dist.all_reduce(sums, group=self.group, async_op=True)
 + work = dist.all_reduce(sums.clone(), group=self.group, async_op=True)
@@ -233,11 +235,11 @@ cli: the schedule begins anew after a resume | cli/run/checkpoints.py | test-cli
 cli: skipped steps of TensorFlow are forgotten by a resume | cli/engines/tensorflow.py | test-cli
 - return [variable for variable in self.accumulator.variables if id(variable) not in others]
 + return [v for v in self.accumulator.variables if id(v) not in others and v.name != "skipped:0"]
-torch: the sums are in .grad while the loss runs | torch/passes.py | test-torch
--         collection.take()
--         terms = self._terms(
-+         collection.put()
-+         terms = self._terms(
+torch: the sums are in .grad while the loss runs | torch/gradients.py | test-torch
+- self.keep()
+-             clear(self.parameters)
++ self.keep()
++             return
 ranks: another model in DDP reduces in every micro-batch | torch/distributed/other_models.py | test-ranks
 - model.require_backward_grad_sync = model.require_forward_param_sync = False
 + model.require_backward_grad_sync = model.require_forward_param_sync = True

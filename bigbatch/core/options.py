@@ -58,6 +58,28 @@ class Fixed(Option):
         super().__set__(instance, value)
 
 
+class OptionOf:
+    """An option that a part of the object holds and checks: `accumulator.clip_norm` is that of its update.
+
+    Args:
+        part: The attribute with the part.
+        doc: What `help(Accumulator)` says about it.
+    """
+
+    def __init__(self, part: str, doc: str | None = None) -> None:
+        self._part = part
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else getattr(getattr(instance, self._part), self._name)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        setattr(getattr(instance, self._part), self._name, value)
+
+
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     """Returns the value; raises OptionError unless it is one of these."""
     if value not in choices:

@@ -90,6 +90,11 @@ def totals(weights: Sequence[Terms]) -> Terms:
     return tuple(map(sum, zip(*weights, strict=True)))
 
 
+def has_weight(total: Terms, num_micro_batches: int, reduction: Reduction = "mean") -> bool:
+    """Whether a window counts at all; one that does not changes nothing."""
+    return any(total) or (reduction == "sum" and num_micro_batches > 0)
+
+
 def weighted(losses: Sequence[Terms], by: Sequence[Terms]) -> tuple[float, ...]:
     """The loss of the whole batch, term by term: the sum of every micro-batch's loss times its share."""
     return tuple(

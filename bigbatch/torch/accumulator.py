@@ -1,41 +1,46 @@
 """The accumulator: cut, accumulate, reduce, clip, apply."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from ..core.errors import BatchError, Interrupted, OptionError, OrderError, StateError
+from ..core.errors import BatchError, Interrupted, OptionError, OrderError
+from ..core.exclusive import Exclusive
 from ..core.nonfinite import NonFinite, OnNonFinite
-from ..core.options import Fixed, Option, check_callable, check_size
+from ..core.options import Fixed, Option, OptionOf, check_callable, check_size, check_steps
 from ..core.step import Step
-from ..core.weight import Reduction, check_reduction, totals
-from ..core.window import AccumulationSteps, Window
+from ..core.weight import Reduction, Terms, Weights, as_terms, check_reduction, check_weight, has_weight, shares, totals
+from ..core.window import AccumulationSteps, Window, steps_at
 from . import batch as nest
 from . import checks
+from . import sums as arithmetic
+from .backward import Backward, Loss, check_loss, is_low, times, values_of
 from .capture.capture import capture_for
 from .capture.optimizer import CapturedOptimizer
-from .distributed.detect import replicas_of
+from .distributed.detect import ranks_of
 from .distributed.ranks import Reduce
-from .distributed.totals import Share
-from .feeding import Feeding
-from .gradients import Gradients
-from .passes import Loss
+from .distributed.totals import Agreed, LocalCounts, Totals
+from .gradients import GradientBuffer, Gradients
 from .precision import Precision
-from .state import like_its_own, packed, unpacked
-from .transfer import Transfer
+from .state import SavedState, packed, window_state
+from .sums import Sums
+from .transfer import transfer_for
+from .update import Losses, Update
 from .verify.time_major import TimeAxis
-from .weight import Weight, weigh
-from .window import OpenWindow
+from .window import Cut, MicroBatch, PartialWindow, Shares, Weight, check_weights, on_host, read, weigh
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
-class Accumulator(Feeding):
-    """Stands for the body of a training loop, and gives the gradient of the whole batch.
+
+class Accumulator:
+    """Trains on batches that do not fit into memory, with exactly the gradient of the whole batch.
 
         for batch in loader:
             optimizer.zero_grad()
@@ -48,24 +53,52 @@ class Accumulator(Feeding):
         for batch in loader:
             step = accumulator.step(batch)
 
-    The batch is cut into micro-batches; each adds its share of the gradient, weighted by what it counts;
-    unscaling, the finite check, clipping, the optimizer and the schedule happen once.
-
-    `loss(model, micro_batch)` returns the mean over the micro-batch, `weight(micro_batch)` over how many that
-    is a mean: the samples if not given. Both may be tuples of the same length, one entry for each term.
-    After a step the parameters hold no gradients. Parameters that the optimizer does not hold are left alone.
-
-    `accumulator.clip_norm = 0.5` and the like are checked as here, and used from the next step on. What is built when
-    the accumulator is made (model, optimizer, reduction, precision, …) cannot be changed.
+    The batch is cut into micro-batches. Each adds its share of the gradient, by its weight. Unscaling, the finite
+    check, clipping, the optimizer and the schedule happen once, on the gradient of the whole batch. After a step the
+    parameters hold no gradients. Parameters that the optimizer does not hold are left alone.
 
     A model in DistributedDataParallel or fully_shard is trained by all its ranks together: the batch of a step is what
     all of them pass, and gradients are reduced once a window.
+
+    Options such as `accumulator.clip_norm = 0.5` can be changed at any time; they are checked, and used from the next
+    step on. The model, the optimizer, `reduction`, `precision`, `scaler`, `accumulate_dtype`, `capture`, `group` and
+    `reduce` are fixed.
+
+    Args:
+        model: The model, already on its device. It may be wrapped in DistributedDataParallel, fully_shard or
+            torch.compile.
+        optimizer: An optimizer that holds the model's parameters.
+        loss: `loss(model, micro_batch)` returns the mean over the micro-batch, as a scalar tensor. It may return a
+            tuple of terms, each a mean over a count of its own. Leave it out if you compute losses yourself, in
+            `micro_batch()`.
+        micro_batch_size: How many samples a micro-batch has, for `step(batch)`.
+        accumulation_steps: How many micro-batches a window has, for `micro_batch()`: a number, or a function of the
+            step number.
+        weight: `weight(micro_batch)` returns over how many the loss is a mean: samples if left out; tokens in a
+            language model. A tuple if the loss has several terms.
+        reduction: "mean", or "sum" to add losses up undivided.
+        clip_norm: Scales the gradient of the batch down to this norm, as `clip_grad_norm_` does. None for no limit.
+        clip_value: Clamps each value of that gradient, after `clip_norm`. None for no limit.
+        precision: "bf16" or "fp16" computes the loss under autocast, "fp16" with a GradScaler. None leaves it as it is.
+        scaler: Your own GradScaler.
+        scheduler: A learning rate scheduler, stepped once for each step that is applied.
+        accumulate_dtype: Gradients add up in at least this dtype; float32 if None.
+        capture: True records micro-batches as CUDA graphs and replays them; "auto" does so where it is possible.
+        group: The process group of the ranks; that of the model if None.
+        reduce: With fully_shard: "window" reduces gradients once a window, "micro_batch" each time, with less memory.
+        on_nonfinite: If the gradient is not finite, "skip" the step, "raise" NonFiniteError, or "stop" training.
+        max_skipped: After how many skipped steps in a row to raise NonFiniteError. None for never.
     """
 
-    micro_batch_size = Option(check_size)
-    weight = Option(check_callable)
+    model, optimizer, reduction = Fixed(), Fixed(), Fixed()
     precision, accumulate_dtype = Fixed(), Fixed()
     capture, group, reduce = Fixed(), Fixed(), Fixed()
+    scaler = Fixed('The GradScaler in use: yours, or ours with precision "fp16".')
+    loss, weight = Option(check_callable), Option(check_callable)
+    micro_batch_size = Option(check_size)
+    accumulation_steps = Option(check_steps)
+    clip_norm, clip_value, scheduler = OptionOf("_update"), OptionOf("_update"), OptionOf("_update")
+    on_nonfinite, max_skipped = OptionOf("_nonfinite"), OptionOf("_nonfinite")
 
     def __init__(
         self,
@@ -93,161 +126,451 @@ class Accumulator(Feeding):
         checks.check_model(model)
         checks.check_optimizer(model, optimizer)
         checks.check_dtype(accumulate_dtype)
-        self.loss, self.weight = loss, weight
-        self.micro_batch_size = micro_batch_size
-        self.accumulation_steps = accumulation_steps
-        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        gradients = Gradients(optimizer, names, accumulate_dtype)
-        super().__init__(
-            optimizer,
-            gradients,
-            Precision(precision, scaler, gradients.parameters, gradients.is_widened),
-            replicas_of(model, gradients, group, reduce),
-            reduction,
-            clip_norm,
-            clip_value,
-            scheduler,
-            NonFinite(on_nonfinite, max_skipped),
-        )
-        self.model = model
-        self.precision, self.accumulate_dtype = precision, accumulate_dtype
+        self.model, self.optimizer, self.loss, self.weight = model, optimizer, loss, weight
+        self.micro_batch_size, self.accumulation_steps = micro_batch_size, accumulation_steps
+        self.reduction, self.precision, self.accumulate_dtype = reduction, precision, accumulate_dtype
         self.capture, self.group, self.reduce = capture, group, reduce
+        self._gradients = Gradients(optimizer, {p: name for name, p in model.named_parameters()}, accumulate_dtype)
+        self._exclusive = Exclusive(self._gradients.held)
+        parameters = self._gradients.parameters
+        self._precision = Precision(precision, scaler, parameters, self._gradients.is_widened)
+        self.scaler = self._precision.scaler
+        self._ranks = ranks_of(model, self._gradients, group, reduce)
+        self._nonfinite = NonFinite(on_nonfinite, max_skipped)
+        self._update = Update(
+            optimizer,
+            self._gradients,
+            self._precision,
+            self._ranks,
+            self._nonfinite,
+            self._exclusive,
+            reduction,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            scheduler=scheduler,
+        )
+        self._transfer = transfer_for(parameters)
+        self._time_axis = TimeAxis(model, can_run_twice=not self._ranks.is_shared)
+        self._eager = Backward(model, self._precision, self._ranks, self._transfer, self._time_axis)
+        self._captured = capture_for(capture, model, loss, self._gradients, self._eager, self._ranks)
+        if self._captured is not None:
+            pool = self._captured.pool
+            self._update.captured_optimizer = CapturedOptimizer(optimizer, self._captured.device, pool)
+        self._backward = self._captured or self._eager
         self._batch_norms = checks.batch_norm_modules(model)
-        self._transfer = Transfer(gradients.parameters)
-        self._time_axis = TimeAxis(model, can_run_twice=not self._replicas.is_shared)
-        self._capture = capture_for(capture, model, loss, gradients, self._precision, self._replicas)
-        if self._capture is not None:
-            self._captured_optimizer = CapturedOptimizer(optimizer, self._capture.device, self._capture.pool)
+        self._has_warned_of_batch_norm = False
+        self._window: PartialWindow | None = None
+        """What `micro_batch()` has fed, or what an interrupted `step()` has done."""
+        self.is_interrupted = False
+        """Whether `interrupt` was called and nothing has stopped yet."""
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were made, applied or not."""
+        return self._update.num_steps
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a step was skipped with `on_nonfinite="stop"`, so that no further one is made."""
+        return self._nonfinite.is_stopped
 
     # --- a batch, or a window of micro-batches -----------------------------------------------------------
 
     def step(self, batch: Any) -> Step:
-        """One step of the optimizer on the whole batch: a nest of tensors that is cut, or a `Window`.
+        """Makes one step of the optimizer on the whole batch.
 
-        Where several ranks train the model together, the whole batch is that of all ranks, and every rank calls this;
-        one that has no data this time passes None.
+        If several ranks train the model together, the whole batch is that of all ranks, and every rank calls this; one
+        that has no data this time passes None.
+
+        Args:
+            batch: A nest of tensors, which is cut along its leading axis, or a `Window` of micro-batches.
         """
         with self._exclusive.hold("step()"):
-            self._check_nonfinite()
-            self._stop_before_beginning("batch")
-            return self._step_on(batch)
+            self._check_before("step()", "batch")
+            cut, window = self._begin(batch)  # micro-batches and their weights; what an interrupted step has done
+            agreed = self._ranks.agree(cut.counts())  # the total weight of all ranks
+            num_done = len(window.losses)
+            try:
+                sums, losses = self._accumulate(cut, window, agreed)  # forward and backward of each; reduced once
+                return self._update(sums, losses, agreed(), cut.size)  # unscale, check, clip, optimizer, schedule
+            except Exception as error:
+                if num_done and not isinstance(error, Interrupted):
+                    error.add_note("bigbatch: what the interrupted step had is dropped; step() begins the batch anew")
+                if isinstance(error, ValueError) and (explained := checks.one_sample_explained(error, cut.sizes)):
+                    raise explained from error
+                raise
 
-    def _step_on(self, batch: Any) -> Step:
-        if self._open is not None:
-            raise OrderError(f"a window of {len(self._open)} micro-batches is open: call flush() before step()")
+    def _begin(self, batch: Any) -> tuple[Cut, PartialWindow]:
+        """Cuts and weighs the batch. An error here is one on all ranks, and nothing has happened."""
         if self.loss is None:
             raise OptionError("step() needs a loss: pass Accumulator(model, optimizer, loss, …)")
-        with self._replicas.telling():
-            checks.refuse_held_back(self.optimizer, self.scheduler)
-            self._gradients.refuse_multi_grad_hooks()
-            micro_batches, sizes = self._micro_batches(batch)
-            weights = [(size,) for size in sizes] if self.weight is None else weigh(micro_batches, self.weight)
-            self._replicas.check(self._gradients, weights if self.reduction == "mean" else ())
-            if self._so_far is not None:
-                self._so_far.check_same(weights)
-                self._so_far.check_unchanged(self._seen())
-                self._so_far.check_trainable(self._gradients.parameters)
-        passes = [
-            (micro_batch, weight)
-            for micro_batch, weight in zip(micro_batches, weights, strict=True)
-            if self.reduction == "sum" or any(weight)  # what counts nothing is left out: its mean may be 0/0
-        ]
-        agreed = self._replicas.agree(
-            Share(totals(weights), len(passes), len(weights), num_hooks=self._gradients.num_hooks())
-        )
-        self._tell_batch_norm(len(weights))
-        is_counted = self.weight is None and self.reduction == "mean"
-        self._time_axis.begin(micro_batches, is_cut=not isinstance(batch, Window), is_counted=is_counted)
-        window = OpenWindow.of_step(self.reduction, weights) if self._so_far is None else self._so_far
-        was_interrupted, self._so_far = self._so_far is not None, None
-        try:
-            window.check_scale(self._precision.loss_scale())
-            with checks.one_sample_explained(sizes):
-                return self._step(self.loss, passes, agreed, max(sizes, default=None), window)
-        except Exception as error:
-            if was_interrupted and not isinstance(error, Interrupted):
-                error.add_note("bigbatch: what the interrupted step had is dropped; step() begins the batch anew")
-            raise
+        with self._ranks.raise_on_all_ranks() if self._ranks.is_shared else _NOTHING:
+            self._update.check_not_held_back()
+            self._gradients.check_empty()
+            num_hooks = self._gradients.check_hooks()
+            cut = self._cut(batch, num_hooks)
+            if self._ranks.is_shared:
+                self._ranks.check(self._gradients, cut.weights if self.reduction == "mean" else ())
+            if self._window is not None:
+                self._window.check_same(cut.weights)
+                self._window.check_unchanged(self._seen())
+                self._window.check_trainable(self._gradients.parameters)
+        window = PartialWindow.of_step(cut) if self._window is None else self._window
+        self._window = None
+        self._warn_of_batch_norm(len(cut.weights))
+        if self._time_axis.has_layers:
+            is_counted = self.weight is None and self.reduction == "mean"
+            self._time_axis.begin(cut.micro_batches, is_cut=cut.is_cut, is_counted=is_counted)
+        return cut, window
 
-    def _micro_batches(self, batch: Any) -> tuple[Sequence[Any], list[int]]:
-        """The micro-batches, and their sizes where those are known or needed."""
-        if self._replicas.is_shared and nest.is_empty(batch):
-            return [], []
-        if not isinstance(batch, Window):
+    def _cut(self, batch: Any, num_hooks: int) -> Cut:
+        """The batch in micro-batches, each with its weight."""
+        is_cut = not isinstance(batch, Window)
+        if self._ranks.is_shared and nest.is_empty(batch):
+            return Cut(num_hooks=num_hooks, reduction=self.reduction)
+        if is_cut:
             if self.micro_batch_size is None:
                 raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
             is_one_too_few = any(map(checks.normalises_by_batch, self._batch_norms))
-            return nest.cut(batch, self.micro_batch_size, is_one_too_few=is_one_too_few)
-        if not batch:
+            micro_batches, sizes = nest.cut(batch, self.micro_batch_size, is_one_too_few=is_one_too_few)
+        elif not batch:
             raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
-        if self.weight is not None:
-            return batch, []
-        return batch, [nest.batch_size(m, f"micro_batch[{k}]") for k, m in enumerate(batch)]
+        else:
+            is_counted = self.weight is None
+            sizes = [nest.batch_size(m, f"micro_batch[{k}]") for k, m in enumerate(batch)] if is_counted else []
+            micro_batches = batch
+        weights = [(size,) for size in sizes] if self.weight is None else weigh(micro_batches, self.weight)
+        return Cut(micro_batches, weights, sizes, num_hooks, self.reduction, is_cut=is_cut)
+
+    def _accumulate(self, cut: Cut, window: PartialWindow, agreed: Agreed) -> tuple[Sums, Losses]:
+        """Adds up the gradient of the whole batch over all micro-batches and ranks; returns it and the losses.
+
+        A rank that has no data, or fewer micro-batches than others, takes part in what the others do.
+        """
+        if self.scaler is not None:
+            window.check_scale(self._precision.loss_scale())
+        loss: Any = self.loss
+        (sums,), losses, num_passes = window.sums, window.losses, len(cut.passes)
+        micro_batches = [micro_batch for micro_batch, _ in cut.passes[len(losses) :]]
+        shares = Shares(agreed, self.reduction)
+        if self._captured is not None:
+            self._captured.begin(loss)
+        if self._ranks.is_shared:
+            self._ranks.begin(micro_batches, agreed)
+        arriving = micro_batches if self._transfer is None else self._transfer.arriving(micro_batches)
+        with (
+            self._ranks.window() if self._ranks.is_shared else _NOTHING,
+            GradientBuffer(self._gradients, sums) as buffer,
+        ):
+            for number, micro_batch in enumerate(arriving, len(losses)):
+                weight = cut.passes[number][1]
+                with self._passing(number, cut, agreed) if self._ranks.is_shared else _NOTHING:
+                    losses.append(self._backward(loss, micro_batch, weight, shares, buffer))
+                if self.is_interrupted and number + 1 < num_passes and not self._ranks.is_shared:
+                    break
+            if self._ranks.is_shared:
+                self._reduce(cut, agreed, buffer)
+        if len(losses) < num_passes:
+            raise self._interruption(window, num_passes)
+        arithmetic.scale(sums, sums.unit)
+        by = [shares[weight] for _, weight in cut.passes]
+        return sums, self._ranks.sum_losses(losses, by, len(agreed().total))
+
+    def _passing(self, number: int, cut: Cut, agreed: Agreed) -> AbstractContextManager[None]:
+        """Around one micro-batch of a model that ranks train together: the last one reduces, if it can."""
+        is_last = False
+        if number >= len(cut.passes):
+            is_last = self._ranks.is_last(number, len(cut.passes), agreed)
+        elif self._captured is None or not self._captured.is_on:
+            is_whole = cut.is_whole(cut.passes[number][1])
+            is_last = self._ranks.is_last(number, len(cut.passes), agreed, is_whole=is_whole)
+        return self._ranks.passing(is_last=is_last)
+
+    def _reduce(self, cut: Cut, agreed: Agreed, buffer: GradientBuffer) -> None:
+        """Takes part in what other ranks have left to do, and sees that gradients are reduced."""
+        for number in range(len(cut.passes), self._ranks.num_passes(agreed)):
+            with self._passing(number, cut, agreed):
+                self._eager.add_nothing(self.loss, buffer)
+        if has_weight(agreed().total, agreed().num_micro_batches, self.reduction):
+            buffer.put()
+            self._ranks.complete(buffer, is_whole=all(cut.is_whole(weight) for _, weight in cut.passes))
+
+    def _check_before(self, call: str, what: str) -> None:
+        """Raises before anything begins: what earlier steps left to say, an interruption, calls in a wrong order."""
+        self._nonfinite.check(self.num_steps - 1)  # the last step may not be known on all ranks alike
+        self._nonfinite.check_not_stopped()
+        window = self._window
+        if window is not None and window.is_of_step and call != "step()":
+            raise OrderError(
+                f"{call} was called after a step that was interrupted with {len(window.losses)} micro-batches "
+                "done: call step() with the same batch to end it, or forget() to drop it"
+            )
+        if what and self.is_interrupted and not self._ranks.is_shared:
+            self.is_interrupted = False
+            raise Interrupted(
+                f"step {self.num_steps + 1} was interrupted before this {what}: save state_dict(), and pass the same "
+                f"{what} to go on"
+            )
+        if window is not None and not window.is_of_step and call == "step()":
+            raise OrderError(f"a window of {len(window)} micro-batches is open: call flush() before step()")
+
+    # --- one micro-batch at a time -----------------------------------------------------------------------
+
+    @contextmanager
+    def micro_batch(self, weight: Any = None) -> Iterator[MicroBatch]:
+        """One micro-batch of your own loop; the last one of a window makes the step.
+
+            for x, y in loader:
+                with accumulator.micro_batch(weight=len(y)) as micro:
+                    micro.backward(criterion(model(x), y))
+            accumulator.flush()                     # the last, shorter window
+
+        stands for
+
+            for number, (x, y) in enumerate(loader, 1):
+                (criterion(model(x), y) * len(y) / total).backward()    # if the total were known
+                if number % accumulation_steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        `micro.step` is the `Step` if this micro-batch was its window's last, else None.
+
+        Args:
+            weight: Over how many samples or tokens the loss is a mean. A tuple if the loss has several terms, each of
+                which then takes a backward pass and a set of gradient sums of its own.
+        """
+        if self.accumulation_steps is None:
+            raise OptionError("micro_batch() does not know how long a window is: pass accumulation_steps=…")
+        if weight is None and self.reduction == "mean":
+            raise OptionError("micro_batch() needs weight=…: over how many samples or tokens the loss is a mean")
+        if self._captured is not None and self._captured.is_required:
+            raise OptionError(
+                'micro_batch() is a loop of yours, which cannot be captured: use step(), or capture="auto"'
+            )
+        terms = on_host(as_terms(1 if weight is None else weight))
+        with self._exclusive.hold("micro_batch()"):
+            self._check_before("micro_batch()", "micro-batch")
+            num_wanted = steps_at(self.accumulation_steps, self.num_steps)
+            if self.num_fed + 1 >= num_wanted:
+                self._update.check_not_held_back()
+            window = self._window_for(terms)
+            self._warn_of_batch_norm(len(window) + 1)
+            micro = MicroBatch(lambda micro, loss: self._feed(micro, window, as_terms(loss), terms))
+            try:
+                with (
+                    self._ranks.passing(is_last=False) if self._ranks.is_shared else _NOTHING,
+                    self._precision.autocast() if self._precision.dtype else _NOTHING,
+                ):
+                    yield micro
+                micro.check_fed()
+                self._window = window
+            except BaseException as error:
+                if micro.has_begun:
+                    self._window = None
+                    self._ranks.drop()
+                    error.add_note(
+                        f"bigbatch: the window of {len(window)} micro-batches was dropped, since the gradient of the "
+                        "last one may be half added; no parameter was changed"
+                    )
+                raise
+            finally:
+                micro.is_over = True
+                window.seen = self._seen()  # what a pass does to parameters is the model's own business
+            if len(window) >= num_wanted:
+                micro.step = self._close(is_ending=False)
+
+    def _window_for(self, terms: Terms) -> PartialWindow:
+        """The window that is open, or a new one, if it can take a micro-batch with these weights."""
+        window = self._window
+        with self._ranks.raise_on_all_ranks_before_sync() if self._ranks.is_shared else _NOTHING:
+            check_weight(tuple(w for w in terms if not isinstance(w, Tensor)), of="this micro-batch")
+            if self._ranks.is_shared:
+                self._ranks.check(self._gradients)
+            self._gradients.check_hooks()
+            if window is not None:
+                window.weights.check(terms)
+                window.check_unchanged(self._seen())
+        reference = self._ranks.sync_ranks(terms) if self._ranks.is_shared else ()
+        if window is None:
+            scale = None if self.scaler is None else self._precision.loss_scale()
+            window = PartialWindow(Weights(self.reduction, reference), [Sums() for _ in terms], loss_scale=scale)
+        return window
+
+    def _feed(self, micro: MicroBatch, window: PartialWindow, losses: Terms, weight: Terms) -> None:
+        """Adds the gradient of a loss that the user has computed."""
+        check_loss(losses, len(weight))
+        is_any_low = is_low(losses)
+        if self._ranks.is_shared:
+            self._ranks.check_loss_dtype(is_low=is_any_low)
+        is_sharded = self._ranks.is_sharded
+        # with a GradScaler, a loss times a large weight would overflow in float16
+        in_units = is_any_low or (self.scaler is not None and not is_sharded)
+        window.check_trainable(self._gradients.check_empty())
+        micro.has_begun = True
+        share = window.share(weight, is_movable=self.reduction == "mean" and not is_sharded)
+        for t, (term, sums) in enumerate(zip(losses, window.sums, strict=True)):
+            with GradientBuffer(self._gradients, sums) as buffer:
+                self._eager.add(term, share[t], buffer, in_units=in_units, keep_graph=t < len(losses) - 1)
+        window.weights.add(weight)
+        window.losses.append(values_of(losses))
+        micro.is_fed = True
+
+    def flush(self) -> Step | None:
+        """Makes the step of the window that is open, however short; None if none is.
+
+        If several ranks train the model together, every rank calls this after its last batch or micro-batch: it takes
+        part in the steps of those that still have data, and returns when none has.
+        """
+        step = None
+        for step in self.flushed():  # noqa: B007 - the last one is wanted
+            pass
+        return step
+
+    def flushed(self) -> Iterator[Step]:
+        """The steps that `flush` makes: one at most, unless this rank's data ended before that of others."""
+        while True:
+            with self._exclusive.hold("flush()"):
+                self._check_before("flush()", "")
+                step = self._close(is_ending=True)
+            if step is None:
+                return
+            yield step
+            if not self._ranks.is_shared:
+                return
+
+    def _close(self, *, is_ending: bool) -> Step | None:
+        """Makes a step of what this rank has, if anything, and of what the others have; None if nobody has any."""
+        with self._ranks.raise_on_all_ranks() if self._ranks.is_shared else _NOTHING:
+            window = self._window
+            if window is not None:
+                self._update.check_not_held_back()
+                self._gradients.check_empty()
+                if is_ending:  # else the last micro-batch has just been
+                    window.check_unchanged(self._seen())
+            self._window = None
+            weights = [] if window is None else read(window.weights.weights)
+            check_weights(weights)
+            if window is not None and self.scaler is not None:
+                window.check_scale(self._precision.loss_scale())
+            if self._ranks.is_shared:
+                self._ranks.check(self._gradients)
+        agreed = self._ranks.agree(
+            LocalCounts(totals(weights), 0, len(weights), is_ending, num_hooks=self._gradients.num_hooks())
+        )
+        if agreed().is_ending and not agreed().num_micro_batches:
+            return None
+        try:
+            self._ranks.check_in_sync(agreed(), has_window=window is not None)
+        except OrderError:
+            self._window = window
+            raise
+        if window is None:
+            sums, losses = self._accumulate(Cut(reduction=self.reduction), PartialWindow.of_step(Cut()), agreed)
+        else:
+            sums = self._summed(window, weights, agreed())
+            by = [shares(weight, agreed().total, self.reduction) for weight in weights]
+            losses = self._ranks.sum_losses(window.losses, by, len(agreed().total))
+        return self._update(sums, losses, agreed())
+
+    def _summed(self, window: PartialWindow, weights: list[Terms], totals: Totals) -> Sums:
+        """The gradient of an open window, of all its terms and all ranks: what was measured by the reference."""
+        sums = Sums()
+        factors = times(window.weights.rest(totals.total), self._ranks.divisor)
+        for term, factor in zip(window.sums, factors, strict=True):
+            arithmetic.scale(term, term.unit * factor)
+            arithmetic.add(sums, term)
+            term.clear()
+        if self._ranks.is_shared and has_weight(totals.total, totals.num_micro_batches, self.reduction):
+            with self._ranks.window(), GradientBuffer(self._gradients, sums) as buffer:
+                buffer.put()
+                self._ranks.complete(buffer, is_whole=self.reduction == "sum" or all(map(all, weights)))
+            if self._ranks.holds_gradients:  # they were inside of the model until now
+                arithmetic.scale(sums, factors[0])
+        return sums
+
+    @property
+    def num_fed(self) -> int:
+        """How many micro-batches `micro_batch()` has added to the window that is open."""
+        return 0 if self._window is None or self._window.is_of_step else len(self._window)
+
+    def _seen(self) -> list[int]:
+        """Differs from what it was before if the parameters do: others stepped, or something was loaded."""
+        return self._exclusive.num_changes() + self._gradients.marks()
+
+    def _warn_of_batch_norm(self, num_micro_batches: int) -> None:
+        if num_micro_batches > 1 and self._batch_norms and not self._has_warned_of_batch_norm:
+            self._has_warned_of_batch_norm = checks.warn_of_batch_norm(self.model)
+
+    # --- interruption ------------------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Asks the step that is running to stop after its micro-batch; signal handlers and other threads may call it.
+
+        The step raises `Interrupted`, and what it has done is kept: `step` with the same batch continues from there,
+        bit for bit as if nothing had happened, in this process or in one that loads `state_dict`. If no step is
+        running, the next one raises before it begins. If several ranks train the model together, steps are finished,
+        and `is_interrupted` stays True for the caller to see.
+        """
+        self.is_interrupted = True
+
+    def _interruption(self, window: PartialWindow, num_passes: int) -> Interrupted:
+        """Keeps what there is, and says how to continue."""
+        if self._captured is not None:  # recorded passes add to memory of their own
+            window.sums[0].update({p: g.clone() for p, g in window.sums[0].items()})
+        window.loss_scale, window.seen = self._precision.loss_scale(), self._seen()
+        window.check_trainable(self._gradients.parameters)
+        self._window = window
+        self.is_interrupted = False
+        return Interrupted(
+            f"step {self.num_steps + 1} was interrupted after {len(window.losses)} of {num_passes} micro-batches: "
+            "save state_dict(), and call step() with the same batch to go on"
+        )
 
     def forget(self) -> None:
         """Drops the window that is open or was interrupted, if there is one; the next one starts clean.
 
-        Where several ranks train the model together, every rank calls this.
+        If several ranks train the model together, every rank calls this.
         """
         self._exclusive.recover()
         with self._exclusive.hold("forget()"):
-            self._so_far = None
-            if self._open is not None:
-                self._open = None
-                self._replicas.drop()
+            if self.num_fed:
+                self._ranks.drop()
+            self._window = None
+
+    def settle(self) -> None:
+        """Waits until it is known whether the last step was applied."""
+        self._update.settle()
 
     # --- saving ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """All that the accumulator knows, in the middle of a window too: gradients, weights, scaler.
 
-        The model, the optimizer and the scheduler are the user's and are saved beside it, as always. Where several
-        ranks train the model together, each has a state of its own, for torch.distributed.checkpoint.
+        You save the model, the optimizer and the scheduler beside it, as always. If several ranks train the model
+        together, each has a state of its own, for torch.distributed.checkpoint.
         """
         with self._exclusive.hold("state_dict()"):
-            return self._state_dict()
-
-    def _state_dict(self) -> dict[str, Any]:
-        self.settle()
-        if self._open is not None:
-            self._replicas.check_saving(len(self._open))
-        kept = self._so_far if self._open is None else self._open
-        window = None if kept is None else kept.state_dict(self._gradients.parameters)
-        return {
-            "num_steps": self.num_steps,
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "skipped": self._nonfinite.state_dict(),
-            **packed(window, self._replicas),
-        }
+            self.settle()
+            window = self._window
+            if window is not None and not window.is_of_step:
+                self._ranks.check_saving(len(window))
+            return {
+                "num_steps": self.num_steps,
+                "scaler": None if self.scaler is None else self.scaler.state_dict(),
+                "skipped": self._nonfinite.state_dict(),
+                **packed(None if window is None else window_state(window, self._gradients.parameters), self._ranks),
+            }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave, in this process or another."""
-        with self._exclusive.hold("load_state_dict()"):
-            self._load_state_dict(state)
+        """Continues from a saved state, in this process or another. If it does not fit, nothing is changed.
 
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
-        if not isinstance(state, dict):
-            raise StateError(f"the state is a {type(state).__name__}: pass what Accumulator.state_dict gave")
-        if missing := {"num_steps", "scaler", "window"} - set(state):
-            raise StateError(f"the state has no {', '.join(sorted(missing))}: pass what Accumulator.state_dict gave")
-        if (state["scaler"] is None) != (self.scaler is None):
-            has, wants = ("no", "a") if state["scaler"] is None else ("a", "no")
-            raise StateError(
-                f"the state has {has} GradScaler but this accumulator {wants}: use the precision it was saved with"
-            )
-        window = unpacked(state, self._replicas)
-        try:
-            num_steps, skipped = int(state["num_steps"]), NonFinite.read(state.get("skipped", {}))
-            scaler = {} if self.scaler is None else like_its_own(state["scaler"], self.scaler.state_dict())
-            opened = None if window is None else OpenWindow.load(window, self._gradients, self.reduction)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, StateError):
-                raise
-            raise StateError(
-                f"the state cannot be read ({type(error).__name__}: {error}): pass what Accumulator.state_dict gave"
-            ) from error
-        if self.scaler is not None:
-            self.scaler.load_state_dict(scaler)
-        self._open, self._so_far = (None, opened) if opened is not None and opened.is_of_step else (opened, None)
-        self.num_steps = num_steps
-        self._nonfinite.load_state_dict(skipped)
+        Args:
+            state: What `state_dict` returned.
+        """
+        with self._exclusive.hold("load_state_dict()"):
+            saved = SavedState.read(state, self.scaler, self._ranks, self._gradients, self.reduction)
+            if self.scaler is not None:
+                self.scaler.load_state_dict(saved.scaler)
+            self._window = saved.window
+            self._update.num_steps = saved.num_steps
+            self._nonfinite.load_state_dict(saved.skipped)

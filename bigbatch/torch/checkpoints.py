@@ -39,7 +39,7 @@ class Checkpoints(Resumable):
         history: History | None = None,
         **more: Any,
     ) -> None:
-        if accumulator._replicas.is_shared:
+        if accumulator._ranks.is_shared:
             raise OptionError(
                 "the model is trained by several ranks, each with a state of its own: save it with "
                 "torch.distributed.checkpoint, which knows them all"
@@ -84,7 +84,7 @@ class Checkpoints(Resumable):
     def _progress(self) -> tuple[int, int]:
         """Steps, and micro-batches of a window that is fed; what an interrupted step has is no whole batch."""
         accumulator = self._parts["accumulator"]
-        return accumulator.num_steps, 0 if accumulator._open is None else len(accumulator._open)
+        return accumulator.num_steps, accumulator.num_fed
 
     def _random(self, data: Any) -> dict[str, Any]:
         return {

@@ -1,18 +1,16 @@
 """Checks of the model, the optimizer and the loss, before anything is changed."""
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..core.batch import warn_of_batch_norm
-from ..core.errors import BatchError, LossError, OptionError, OrderError
-from ..core.weight import Terms, check_terms
+from ..core import batch as core_batch
+from ..core.errors import BatchError, OptionError
 from .internals import BatchNorm, is_stepped_in_backward
 
 
@@ -66,18 +64,6 @@ def _check_own_scaler(optimizer: Any) -> None:
         )
 
 
-def refuse_held_back(*prepared: Any) -> None:
-    """Raises before a step inside of accelerate's `accumulate()`, whose optimizers and schedulers do nothing (1.15)."""
-    for one in prepared:
-        state = getattr(one, "gradient_state", None)
-        if state is not None and not getattr(state, "sync_gradients", True):
-            raise OrderError(
-                f"accelerate's accumulate() holds back the {type(one).__name__} for windows of "
-                f"{getattr(state, 'num_steps', 'several')} passes, so this step would not be made: leave accumulate() "
-                "out, and make the Accelerator with gradient_accumulation_steps=1"
-            )
-
-
 def check_scheduler(name: str, scheduler: Any) -> Any:
     if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
         what = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else f"a {type(scheduler).__name__}"
@@ -99,31 +85,9 @@ def check_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
-def check_loss(terms: Terms, num_weights: int) -> None:
-    """Raises LossError unless the loss has as many terms as weights, each one real number with a graph."""
-    check_terms(len(terms), num_weights)
-    has_graph = False
-    for term in terms:
-        if not isinstance(term, Tensor):
-            raise LossError(f"the loss is a {type(term).__name__}: return a scalar tensor, or a tuple of them")
-        if term.numel() != 1:
-            raise LossError(
-                f"the loss has the shape {tuple(term.shape)}, so {term.numel()} numbers instead of 1: "
-                "return the mean, for example loss.mean()"
-            )
-        if term.is_complex() or term.is_meta:
-            kind = f"is {term.dtype}" if term.is_complex() else "is on the device meta, where it has no value"
-            raise LossError(f"the loss {kind}: return one real number, computed where the model is")
-        has_graph |= term.requires_grad
-    if not has_graph:
-        raise LossError(
-            "the loss has no graph: compute it from the model's output, with gradients enabled and undetached"
-        )
-
-
-def tell_batch_norm(model: nn.Module) -> bool:
+def warn_of_batch_norm(model: nn.Module) -> bool:
     """Warns that BatchNorm sees micro-batches; returns whether it does."""
-    return warn_of_batch_norm(batch_norms(model), "put them into eval mode")
+    return core_batch.warn_of_batch_norm(batch_norms(model), "put them into eval mode")
 
 
 def batch_norms(model: nn.Module) -> list[str]:
@@ -137,18 +101,19 @@ def normalises_by_batch(module: Any) -> bool:
     return bool(module.training or module.running_mean is None)
 
 
-@contextmanager
-def one_sample_explained(sizes: Sequence[int]) -> Iterator[None]:
-    """Around the passes of micro-batches of these sizes: explains BatchNorm's error about a single sample."""
-    try:
-        yield
-    except ValueError as error:
-        if len(sizes) > 1 and sizes[-1] == 1 and "more than 1 value per channel" in str(error):
-            raise BatchError(
-                f"a batch of {sum(sizes)} in micro-batches of {sizes[0]} ends with one of a single sample, from which "
-                "BatchNorm has no statistics: pass a micro_batch_size of 3 or more, or put BatchNorm into eval mode"
-            ) from error
-        raise
+def one_sample_explained(error: ValueError, sizes: Sequence[int]) -> Exception:
+    """BatchNorm's error about a single sample in our words; any other error as it is.
+
+    Args:
+        error: What a micro-batch raised.
+        sizes: The sizes of the micro-batches.
+    """
+    if len(sizes) > 1 and sizes[-1] == 1 and "more than 1 value per channel" in str(error):
+        return BatchError(
+            f"a batch of {sum(sizes)} in micro-batches of {sizes[0]} ends with one of a single sample, from which "
+            "BatchNorm has no statistics: pass a micro_batch_size of 3 or more, or put BatchNorm into eval mode"
+        )
+    return error
 
 
 def batch_norm_modules(model: nn.Module) -> list[nn.Module]:

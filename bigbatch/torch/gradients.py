@@ -1,9 +1,10 @@
-"""The gradients of what an optimizer holds: collected out of the way of .grad, then handed over as one gradient."""
+"""The gradients of what an optimizer holds: added up outside of .grad, then handed over as one gradient."""
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -12,16 +13,26 @@ from torch import Tensor
 from ..core.errors import GradientError
 from . import hooks
 from .distributed.shards import is_sharded
-from .gradient_buffer import HAS_GRAD_DTYPE, Collection, clear, set_grad_dtype
+from .internals import ALONE, HOOKS_AFTER, HOOKS_BEFORE, STORAGE_USERS, VERSION
 from .sums import Sums, plain
 
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_LAYOUTS = (torch.strided, torch.sparse_coo)
+_PARAMS = operator.itemgetter("params")
+_GRAD, _DTYPE, _LAYOUT, _IS_SPARSE = map(operator.attrgetter, ("grad", "dtype", "layout", "is_sparse"))
+HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # from torch 2.10 on, .grad may be wider than its parameter
+
 _promoted = functools.cache(torch.promote_types)
-VERSION = operator.attrgetter("_version")
-FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 class Gradients:
-    """Collects what backward passes leave, in at least float32 whatever the parameters are."""
+    """What is known of the gradients of one optimizer's parameters, and what is done with them.
+
+    Args:
+        optimizer: The optimizer. Its groups may grow while it trains.
+        names: The names of the model's parameters, for error messages.
+        dtype: Gradients add up in at least this dtype; float32 if None.
+    """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str], dtype: torch.dtype | None = None
@@ -29,73 +40,61 @@ class Gradients:
         self._optimizer = optimizer
         self._names = names
         self._dtype = dtype or torch.float32
-        self._wide_enough = {dtype for dtype in FLOATING if _promoted(dtype, self._dtype) is dtype}
+        self._wide_enough = {dtype for dtype in _FLOATING if _promoted(dtype, self._dtype) is dtype}
         self._takes_wide: bool | None = None
         self.holder: Any = None
         """A model whose gradients are views of the memory that it reduces them in."""
 
+    def held(self) -> list[Any]:
+        """The parameters that the optimizer holds now."""
+        return list(chain.from_iterable(map(_PARAMS, self._optimizer.param_groups)))
+
     @property
     def parameters(self) -> list[Any]:
-        """What the optimizer holds now: groups may be added while training."""
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+        return self.held()
 
-    @property
-    def is_fused(self) -> bool:
-        return bool(self._optimizer.defaults.get("fused"))
-
-    def held(self) -> list[Any]:
-        """The same, for those who ask more than once."""
-        return self.parameters
+    def name(self, parameter: Tensor) -> str:
+        """What error messages call this parameter."""
+        return self._names.get(parameter, f"one of shape {tuple(parameter.shape)}")
 
     def marks(self) -> list[int]:
-        """Differs from what it was before if the parameters were changed in place, moved or replaced."""
-        parameters = self.parameters
-        plain = [p for p in parameters if type(p) is torch.nn.Parameter and not p.is_sparse]  # shards may be moved
-        found = [*map(VERSION, parameters), *map(Tensor.data_ptr, plain)]
-        return found + self.steps_seen() if self.is_fused else found
+        """Numbers that differ from those before if parameters were changed in place, moved or replaced."""
+        parameters = self.held()
+        if set(map(type, parameters)) == {torch.nn.Parameter} and set(map(_LAYOUT, parameters)) == {torch.strided}:
+            own = parameters
+        else:
+            own = [p for p in parameters if type(p) is torch.nn.Parameter and not p.is_sparse]  # shards may be moved
+        found = [*map(VERSION, parameters), *map(Tensor.data_ptr, own)]
+        if self._optimizer.defaults.get("fused"):  # its steps leave no trace on parameters (torch 2.13)
+            steps = [state.get("step") for state in self._optimizer.state.values()]
+            found += [step._version for step in steps if isinstance(step, Tensor)]
+        return found
 
-    def steps_seen(self) -> list[int]:
-        """Counts that a fused optimizer leaves with its own steps, since it leaves none on parameters (torch 2.13)."""
-        steps = [state.get("step") for state in self._optimizer.state.values()]
-        return [step._version for step in steps if isinstance(step, Tensor)]
+    # --- dtypes ------------------------------------------------------------------------------------------
 
     def wide_dtype(self, parameter: Tensor) -> torch.dtype:
-        """The dtype in which this parameter's gradients are added up: at least float32."""
+        """The dtype in which this parameter's gradients add up: at least float32."""
         return _promoted(parameter.dtype, self._dtype)
 
     def is_widened(self, parameter: Tensor) -> bool:
+        """Whether this parameter's gradients add up in a wider dtype than its own."""
         return self.wide_dtype(parameter) != parameter.dtype
 
-    @contextmanager
-    def collecting(self, sums: Sums) -> Iterator[Collection]:
-        """Inside, backward passes add to `sums`; before (see `refuse_foreign`) and after, .grad is None.
+    def widened(self, parameters: Sequence[Tensor]) -> dict[Tensor, torch.dtype]:
+        """That dtype, for those of these parameters for which it is wider than their own."""
+        if set(map(_DTYPE, parameters)) <= self._wide_enough:
+            return {}
+        return {p: self.wide_dtype(p) for p in parameters if p.dtype not in self._wide_enough}
 
-        Keeping the sums away from .grad between the blocks of a window makes a stray `optimizer.zero_grad()` in the
-        user's loop harmless. If anything is raised inside, the sums are half added to: they are emptied.
+    # --- gradients of others -----------------------------------------------------------------------------
+
+    def check_empty(self) -> list[Any]:
+        """Returns the parameters; raises GradientError if one holds a gradient that somebody else left.
+
+        Zeros (`zero_grad(set_to_none=False)`) are dropped.
         """
-        collection = self.collection(sums)
-        try:
-            yield collection.begun()
-            collection.end()
-        finally:
-            collection.leave()
-
-    def collection(self, sums: Sums) -> Collection:
-        """The same in parts, for what is called so often that entering a block counts."""
-        parameters = self.parameters
-        wide = [p for p in parameters if p.dtype not in self._wide_enough]
-        return Collection(
-            parameters, sums, {p: self.wide_dtype(p) for p in wide}, self.are_views, self.refuse_left_by_loss
-        )
-
-    def are_views(self) -> bool:
-        """Whether gradients are the model's now: DistributedDataParallel makes them so when it reduces."""
-        return self.holder is not None and self.holder.require_backward_grad_sync
-
-    def refuse_foreign(self) -> list[Any]:
-        """Refuses gradients that somebody else left. Zeros (`zero_grad(set_to_none=False)`) are let go."""
-        parameters = self.parameters
-        if nonzero := not_zero(parameters):
+        parameters = self.held()
+        if nonzero := _not_zero(parameters):
             raise GradientError(
                 f"{len(nonzero)} of {len(parameters)} parameters hold a gradient that is not of this window "
                 f"({self.name(nonzero[0])} first): call optimizer.zero_grad() to drop it, or add what it is "
@@ -103,9 +102,9 @@ class Gradients:
             )
         return parameters
 
-    def refuse_left_by_loss(self, parameters: Sequence[Tensor]) -> None:
+    def check_left_by_loss(self, parameters: Sequence[Tensor]) -> None:
         """The same between a loss and its backward pass."""
-        if nonzero := not_zero(parameters):
+        if nonzero := _not_zero(parameters):
             remedy = "leave backward() out of the loss, use torch.autograd.grad, or call zero_grad() after it"
             if is_sharded(nonzero[0]):
                 remedy = "with fully_shard a loss that runs a backward pass of its own works with micro_batch() only"
@@ -114,52 +113,36 @@ class Gradients:
                 f"loss in the middle of a window, or by another thread, so they are not those of the batch: {remedy}"
             )
 
-    @contextmanager
-    def handed_over(self, sums: Sums) -> Iterator[None]:
-        """Inside, .grad holds the sums, as the optimizer wants them; after, .grad is None and `sums` empty.
-
-        A sum that is wider than its parameter is rounded once, one parameter at a time, unless the optimizer
-        can take it as it is.
-        """
-        restore = []
-        while sums:
-            p, g = sums.popitem()
-            if g.dtype == p.dtype:
-                p.grad = g
-            elif self._optimizer_takes_wide(p, g.dtype):
-                restore.append(set_grad_dtype(p, g.dtype))
-                p.grad = g
-            else:
-                p.grad = g.to((p.grad_dtype if HAS_GRAD_DTYPE else None) or p.dtype)
-        try:
-            yield
-        finally:
-            clear(self.parameters)
-            for undo in restore:
-                undo()
-
-    def refuse_multi_grad_hooks(self) -> None:
-        for p in self.parameters if hooks.dicts_of(self.parameters) else ():
-            hooks.refuse_multi_grad(p, self.name(p))
+    # --- hooks of parameters -----------------------------------------------------------------------------
 
     def num_hooks(self) -> int:
-        return sum(map(len, hooks.dicts_of(self.parameters)))
+        """How many hooks the parameters have."""
+        parameters = self.held()
+        return hooks.num_of(parameters) if _has_hooks(parameters) else 0
+
+    def check_hooks(self) -> int:
+        """Returns how many hooks the parameters have; raises GradientError for those that need a whole pass."""
+        parameters = self.held()
+        if not _has_hooks(parameters):
+            return 0
+        for p in parameters:
+            hooks.check_no_multi_grad(p, self.name(p))
+        return hooks.num_of(parameters)
 
     def run_hooks(self, sums: Sums) -> bool:
-        """Runs the hooks of parameters on the finished gradient, those of the last parameter first.
+        """Runs the hooks on the finished gradient, in the order of a backward pass; returns whether any changed it.
 
-        That is the order of a backward pass. All gradients are in .grad meanwhile, wider than their parameter if the
-        sums are, and what is in .grad afterwards is the gradient: hooks may replace it, or set it to None.
-        Returns whether any hook changed anything.
+        All gradients are in .grad meanwhile, wider than their parameter if the sums are. What is in .grad afterwards
+        is the gradient: hooks may replace it, or set it to None.
         """
         has_changed = False
-        parameters = self.parameters
+        parameters = self.held()
         restore = []
         try:
             while sums:
                 p, g = sums.popitem()
                 if g.dtype != p.dtype and HAS_GRAD_DTYPE:
-                    restore.append(set_grad_dtype(p, g.dtype))
+                    restore.append(_set_grad_dtype(p, g.dtype))
                 p.grad = g if HAS_GRAD_DTYPE else g.to(p.dtype)
             with torch.no_grad():
                 for p in reversed(parameters):
@@ -172,27 +155,196 @@ class Gradients:
             for undo in restore:
                 undo()
 
-    def _optimizer_takes_wide(self, parameter: Tensor, dtype: torch.dtype) -> bool:
-        if self._takes_wide is None:
-            self._takes_wide = HAS_GRAD_DTYPE and takes_wide(self._optimizer, parameter, dtype)
-        return self._takes_wide
-
-    def name(self, parameter: Tensor) -> str:
-        return self._names.get(parameter, f"one of shape {tuple(parameter.shape)}")
+    # --- the finished gradient ---------------------------------------------------------------------------
 
     def first_not_finite(self, sums: Sums) -> str | None:
         """The name of the first parameter whose gradient has an infinity or a NaN in it."""
-        for p, g in sums.items():
-            if not bool(torch.isfinite(plain(g)).all()):
-                return self.name(p)
-        return None
+        return next((self.name(p) for p, g in sums.items() if not bool(torch.isfinite(plain(g)).all())), None)
+
+    @contextmanager
+    def handed_over(self, sums: Sums) -> Iterator[None]:
+        """Inside, .grad holds the sums, as the optimizer wants them; after, .grad is None and `sums` empty.
+
+        A sum that is wider than its parameter is rounded once, one parameter at a time, unless the optimizer can take
+        it as it is.
+        """
+        restore = []
+        while sums:
+            p, g = sums.popitem()
+            if g.dtype == p.dtype:
+                p.grad = g
+            elif self._optimizer_takes_wide(p, g.dtype):
+                restore.append(_set_grad_dtype(p, g.dtype))
+                p.grad = g
+            else:
+                p.grad = g.to((p.grad_dtype if HAS_GRAD_DTYPE else None) or p.dtype)
+        try:
+            yield
+        finally:
+            clear(self.held())
+            for undo in restore:
+                undo()
+
+    def _optimizer_takes_wide(self, parameter: Tensor, dtype: torch.dtype) -> bool:
+        if self._takes_wide is None:
+            self._takes_wide = HAS_GRAD_DTYPE and _takes_wide(self._optimizer, parameter, dtype)
+        return self._takes_wide
 
 
-def not_zero(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The parameters that hold a gradient. One that is all zero is dropped."""
+class GradientBuffer:
+    """The gradient sums of a window while backward passes add to them.
+
+        with GradientBuffer(gradients, sums) as buffer:
+            for micro_batch in window:
+                …                   # the loss
+                buffer.put()
+                …                   # its backward pass
+                buffer.take()
+
+    The sums are in .grad during backward passes only: code of the user's, such as a loss that calls `zero_grad()`, runs
+    without them, as it does with the full batch. Inside, the hooks of parameters do nothing. After, .grad is None. If
+    anything is raised, the sums are half added to, so they are emptied.
+
+    Args:
+        gradients: Whose parameters the backward passes reach.
+        sums: What is added to.
+    """
+
+    def __init__(self, gradients: Gradients, sums: Sums) -> None:
+        self.sums = sums
+        self.is_in_grad = False
+        self._gradients = gradients
+        self._own_hooks: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> "GradientBuffer":
+        self.parameters = self._gradients.held()
+        self._wide = self._gradients.widened(self.parameters)
+        self._by_hook: Iterable[Tensor] = () if HAS_GRAD_DTYPE else self._wide
+        self._set_hooks_aside()
+        for p, dtype in self._wide.items():
+            self._undo.append(_widen(p, dtype, self.sums, self._own_hooks))
+        self._held = list(map(self.sums.get, self.parameters))
+        self._has_sparse = any(map(_IS_SPARSE, self.sums.values()))
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        is_done = False
+        try:
+            if kind is None:
+                self.take()
+            is_done = kind is None
+        finally:
+            if not is_done:
+                self.sums.clear()
+                clear(self.parameters)
+            for undo in self._undo:
+                undo()
+
+    def _set_hooks_aside(self) -> None:
+        if _has_hooks(self.parameters) and any(hook not in self._own_hooks for hook in hooks.running(self.parameters)):
+            self._undo.append(hooks.SetAside(self.parameters, but=self._own_hooks).put_back)
+
+    def put(self, unit: Any = 1.0) -> None:
+        """Before a backward pass: puts the sums into .grad, unless the loss has left gradients there.
+
+        Args:
+            unit: What the gradient of this pass is to be multiplied by at the end. The sums are brought to the same.
+        """
+        if not self.is_in_grad:
+            if any(map(operator.is_not, map(_GRAD, self.parameters), repeat(None))):
+                self._gradients.check_left_by_loss(self.parameters)
+            self._set_hooks_aside()  # a forward pass may have registered some
+            for p, g in self.sums.items():
+                if p not in self._by_hook:
+                    p.grad = g
+            self.is_in_grad = True
+        before = self.sums.unit
+        if unit is before or (isinstance(unit, float) and isinstance(before, float) and unit == before):
+            return
+        if tensors := [plain(g) for g in self.sums.values()]:
+            torch._foreach_mul_(tensors, before / unit)
+        self.sums.unit = unit
+
+    def take(self) -> None:
+        """After a backward pass: keeps what it made, and sets .grad to None."""
+        if self.is_in_grad:
+            self.keep()
+            clear(self.parameters)
+            self.is_in_grad = False
+
+    def keep(self) -> None:
+        """Keeps gradients that a backward pass made. Those that were there before are added to in place."""
+        held = list(map(_GRAD, self.parameters))
+        if self._has_sparse or any(map(operator.is_not, held, self._held)):
+            self._has_sparse = any(g is not None and g.is_sparse for g in held)
+            self.unalias()
+            self._shorten()
+            self._held = list(map(_GRAD, self.parameters))
+            self.sums.update([(p, g) for p, g in zip(self.parameters, self._held, strict=True) if g is not None])
+
+    def unalias(self) -> None:
+        """See the function of this name. Gradients that DDP has made views of its own memory stay as they are."""
+        holder = self._gradients.holder
+        if holder is None or not holder.require_backward_grad_sync:
+            unalias(self.parameters)
+
+    def _shorten(self) -> None:
+        """Keeps sparse gradients from growing with the number of micro-batches.
+
+        Adding sparse gradients appends their entries. Once there are more of them than rows, entries of the same row
+        are added up. How many there are is known without asking the device.
+        """
+        for p in self.parameters:
+            if (g := p.grad) is not None and g.is_sparse and g._nnz() > p.shape[0]:
+                p.grad = g.coalesce()
+
+
+def unalias(parameters: Iterable[Tensor]) -> None:
+    """Gives every gradient memory of its own.
+
+    Gradients that are views of one tensor are left in the same memory by torch (2.13), as with `a + b.view(-1)` or
+    `stack([a, b]) + c`. What is then added to one, or multiplied, would be so in the others too: in those of parameters
+    that the optimizer does not hold, and in whatever a backward pass of the user's returned.
+    """
+    for p in parameters:
+        if (g := p.grad) is not None and type(g) is Tensor and g.layout in _LAYOUTS:
+            storage = (g._values() if g.is_sparse else g).untyped_storage()
+            if STORAGE_USERS(storage._cdata) > ALONE:
+                p.grad = g.clone()
+
+
+def clear(parameters: Iterable[Tensor]) -> None:
+    """Sets every .grad to None."""
+    for p in parameters:
+        p.grad = None
+
+
+def leaves_of(*losses: Tensor) -> set[Tensor]:
+    """The tensors that a backward pass would leave gradients on."""
+    found: set[Tensor] = set()
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn for loss in losses]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                found.add(node.variable)
+            waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def _has_hooks(parameters: Sequence[Tensor]) -> bool:
+    """Asked before every micro-batch, so it has to be quick."""
+    return any(map(HOOKS_BEFORE, parameters)) or any(map(HOOKS_AFTER, parameters))
+
+
+def _not_zero(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The parameters that hold a gradient. If all gradients are zero, they are dropped."""
+    if not any(map(operator.is_not, map(_GRAD, parameters), repeat(None))):
+        return []
     held = [p for p in parameters if p.grad is not None]
-    if not held:
-        return held
     with torch.no_grad():
         nonzero = [p for p in held if p.grad is not None and bool((plain(p.grad) != 0).any())]
     if not nonzero:
@@ -200,11 +352,36 @@ def not_zero(parameters: Sequence[Tensor]) -> list[Tensor]:
     return nonzero
 
 
-def takes_wide(optimizer: torch.optim.Optimizer, parameter: Tensor, dtype: torch.dtype) -> bool:
+def _widen(parameter: Tensor, dtype: torch.dtype, sums: Sums, own_hooks: list[Any]) -> Callable[[], None]:
+    """Lets backward passes add up in this dtype; returns how to undo that."""
+    if HAS_GRAD_DTYPE:
+        return _set_grad_dtype(parameter, dtype)
+
+    def add_up(p: Tensor) -> None:
+        assert p.grad is not None
+        sums[p] = sums[p].add_(p.grad) if p in sums else p.grad.to(dtype)
+        p.grad = None  # the low-precision gradient is freed at once
+
+    own_hooks.append(add_up)
+    handle = parameter.register_post_accumulate_grad_hook(add_up)
+    return lambda: handle.remove()
+
+
+def _set_grad_dtype(parameter: Any, dtype: torch.dtype) -> Callable[[], None]:
+    before = parameter.grad_dtype
+    parameter.grad_dtype = dtype
+
+    def undo() -> None:
+        parameter.grad_dtype = before
+
+    return undo
+
+
+def _takes_wide(optimizer: torch.optim.Optimizer, parameter: Tensor, dtype: torch.dtype) -> bool:
     """Whether the optimizer steps on a gradient wider than its parameter, and keeps no wider state for it.
 
-    Tried out on an optimizer of the same kind with one small parameter: SGD without momentum can, Adam in
-    torch 2.13 cannot. Wider state would be narrowed by `optimizer.load_state_dict`.
+    Tried on an optimizer of the same kind with one small parameter: SGD without momentum can, Adam in torch 2.13
+    cannot. Wider state would be narrowed by `optimizer.load_state_dict`.
     """
     for group in optimizer.param_groups:
         trial: Any = torch.nn.Parameter(torch.zeros(2, 2, dtype=parameter.dtype, device=parameter.device))

@@ -1,39 +1,40 @@
 """Hooks of parameters run once a step, on the finished gradient.
 
-That is those of `register_hook` and of `register_post_accumulate_grad_hook`. Torch calls them in every backward pass,
-where there is the gradient of one micro-batch, and clamp(a) + clamp(b) is not clamp(a + b). So they are set aside while
-the backward passes of a window add up.
+Torch calls the hooks of `register_hook` and `register_post_accumulate_grad_hook` in every backward pass, where they see
+the gradient of one micro-batch, and clamp(a) + clamp(b) is not clamp(a + b). So they are set aside while the backward
+passes of a window add up.
 """
 
 import weakref
 from collections.abc import Sequence
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 
 from ..core.errors import GradientError
 from .distributed.shards import is_sharded
-
-# Where torch (2.4 to 2.13) keeps them: a dict, or None. It is changed in place, because that is what the handles know.
-BEFORE = attrgetter("_backward_hooks")
-AFTER = attrgetter("_post_accumulate_grad_hooks")
+from .internals import HOOKS_AFTER, HOOKS_BEFORE
 
 
 def dicts_of(parameters: Sequence[Tensor]) -> list[dict[int, Any]]:
-    """Where hooks of these parameters are; empty as a rule, so it has to be quick."""
-    return list(filter(None, chain(map(BEFORE, parameters), map(AFTER, parameters))))
+    """Where hooks of these parameters are."""
+    return list(filter(None, chain(map(HOOKS_BEFORE, parameters), map(HOOKS_AFTER, parameters))))
 
 
-class Waiting:
-    """Stands in for a hook, and does nothing for as long as `passes` lives.
+def num_of(parameters: Sequence[Tensor]) -> int:
+    """How many hooks these parameters have."""
+    return sum(map(len, dicts_of(parameters)))
+
+
+class _Waiting:
+    """Stands in for a hook, and does nothing while `passes` is alive.
 
     A weak reference: if Ctrl-C comes just before the hook is put back, this is as good as the hook.
     """
 
     def __init__(self, hook: Any, passes: Any) -> None:
-        self.hook: Any = hook.hook if isinstance(hook, Waiting) else hook
+        self.hook: Any = hook.hook if isinstance(hook, _Waiting) else hook
         self._passes = weakref.ref(passes)
 
     def __call__(self, *args: Any) -> Any:
@@ -42,31 +43,37 @@ class Waiting:
 
 def running(parameters: Sequence[Tensor]) -> list[Any]:
     """The hooks of these parameters that the next backward pass would run."""
-    return [hook for hooks in dicts_of(parameters) for hook in hooks.values() if not isinstance(hook, Waiting)]
+    return [hook for hooks in dicts_of(parameters) for hook in hooks.values() if not isinstance(hook, _Waiting)]
 
 
 class SetAside:
-    """The hooks of these parameters, but those of ours, do nothing until `put_back` is called."""
+    """Makes the hooks of these parameters do nothing until `put_back` is called.
+
+    Args:
+        parameters: Whose hooks.
+        but: Our own hooks, which stay.
+    """
 
     def __init__(self, parameters: Sequence[Tensor], but: Sequence[Any] = ()) -> None:
         self._dicts = dicts_of(parameters)
         for hooks in self._dicts:
             for key, hook in list(hooks.items()):
                 if hook not in but:
-                    hooks[key] = Waiting(hook, self)
+                    hooks[key] = _Waiting(hook, self)
 
     def put_back(self) -> None:
         for hooks in self._dicts:
             for key, hook in list(hooks.items()):
-                if isinstance(hook, Waiting):
+                if isinstance(hook, _Waiting):
                     hooks[key] = hook.hook
 
 
-def refuse_multi_grad(parameter: Tensor, name: str) -> None:
-    """Refuses hooks of `register_multi_grad_hook`, which run in a backward pass that reaches all their parameters.
+def check_no_multi_grad(parameter: Tensor, name: str) -> None:
+    """Raises GradientError for hooks of `register_multi_grad_hook`.
 
-    The gradient of a batch that was cut does not come of one such pass. These hooks have the name and the module of
-    the user's function, so they are known by the globals of the module that made them (torch 2.4 to 2.13).
+    They run in a backward pass that reaches all their parameters, and the gradient of a batch that was cut does not
+    come from one such pass. They have the name and the module of the user's function, so they are recognised by the
+    globals of the module that made them (torch 2.4 to 2.13).
     """
     names = [getattr(hook, "__globals__", {}).get("__name__") for hook in running([parameter])]
     if num := names.count("torch.autograd.graph"):
@@ -84,7 +91,7 @@ def run(parameter: Tensor, name: str) -> bool:
     """
     before = parameter.grad
     version = None if before is None else before._version
-    for hook in [] if is_sharded(parameter) else list((BEFORE(parameter) or {}).values()):
+    for hook in [] if is_sharded(parameter) else list((HOOKS_BEFORE(parameter) or {}).values()):
         gradient = parameter.grad
         found = hook(gradient)
         if found is None or found is gradient:
@@ -97,7 +104,7 @@ def run(parameter: Tensor, name: str) -> bool:
             )
         assert gradient is not None
         parameter.grad = found.to(gradient.dtype)
-    for hook in list((AFTER(parameter) or {}).values()):
+    for hook in list((HOOKS_AFTER(parameter) or {}).values()):
         if parameter.grad is not None and (found := hook(parameter)) is not None:
             raise GradientError(
                 f"a post-accumulate hook of {name} returned a {type(found).__name__}: return None, and change .grad "

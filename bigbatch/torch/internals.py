@@ -37,9 +37,13 @@ VERSION = operator.attrgetter("_version")
 RUN_ENGINE: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
+# How many tensors lie in the same memory, and one more: torch has no public way to ask.
+STORAGE_USERS: Any = torch._C._storage_Use_Count
+
+
 def num_users(tensor: Tensor) -> int:
-    """How many tensors lie in this one's memory, and one more: torch has no public way to ask."""
-    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    """How many tensors lie in this one's memory, and one more."""
+    users: int = STORAGE_USERS(tensor.untyped_storage()._cdata)
     return users
 
 

@@ -1,40 +1,158 @@
-"""How the open window of each rank is saved, so that torch.distributed.checkpoint keeps all of them apart."""
+"""What `Accumulator.state_dict` saves, and how it is read back."""
 
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..core.checkpoint.serialize import from_bytes, to_bytes
 from ..core.errors import StateError
+from ..core.nonfinite import NonFinite
+from ..core.weight import Reduction, Weights
 from .arrays import from_array, to_array, with_sparse, without_sparse
-from .distributed.ranks import Replicas
+from .distributed.ranks import Ranks
+from .distributed.shards import like, local
+from .gradients import Gradients
+from .sums import Sums
+from .window import PartialWindow, read
 
 WindowState = dict[str, Any]
+_ASK = "pass what Accumulator.state_dict gave"
 
 
-def packed(window: WindowState | None, replicas: Replicas) -> dict[str, Any]:
-    """What goes into the state: where ranks share the model, each has an entry of its own, in one piece.
+@dataclass
+class SavedState:
+    """A saved state, checked: what an accumulator takes up."""
 
-    torch.distributed.checkpoint writes what has the same name on several ranks only once, and fills in what it finds
-    names for: so the name tells the rank, and the entry is there even if no window is open.
+    num_steps: int
+    skipped: dict[str, Any]
+    scaler: dict[str, Any]
+    window: PartialWindow | None
+
+    @classmethod
+    def read(cls, state: Any, scaler: Any, ranks: Ranks, gradients: Gradients, reduction: Reduction) -> "SavedState":
+        """Raises StateError if the state is none, or of another accumulator.
+
+        Args:
+            state: What `state_dict` returned.
+            scaler: This accumulator's GradScaler.
+            ranks: The ranks that load it.
+            gradients: Those of this accumulator.
+            reduction: "mean" or "sum".
+        """
+        if not isinstance(state, dict):
+            raise StateError(f"the state is a {type(state).__name__}: {_ASK}")
+        if missing := {"num_steps", "scaler", "window"} - set(state):
+            raise StateError(f"the state has no {', '.join(sorted(missing))}: {_ASK}")
+        if (state["scaler"] is None) != (scaler is None):
+            has, wants = ("no", "a") if state["scaler"] is None else ("a", "no")
+            raise StateError(
+                f"the state has {has} GradScaler but this accumulator {wants}: use the precision it was saved with"
+            )
+        window = unpacked(state, ranks)
+        try:
+            return cls(
+                int(state["num_steps"]),
+                NonFinite.read(state.get("skipped", {})),
+                {} if scaler is None else _of_the_same_types(state["scaler"], scaler.state_dict()),
+                None if window is None else load_window(window, gradients, reduction),
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, StateError):
+                raise
+            raise StateError(f"the state cannot be read ({type(error).__name__}: {error}): {_ASK}") from error
+
+
+def window_state(window: PartialWindow, parameters: list[Tensor]) -> WindowState:
+    """Copies, so that further micro-batches do not change what was saved."""
+    number = {p: k for k, p in enumerate(parameters)}
+    return {
+        "reduction": window.weights.reduction,
+        "weights": read(window.weights.weights),
+        "reference": window.weights.reference,
+        "losses": [[float(value) for value in terms] for terms in window.losses],
+        "gradients": [{number[p]: local(g).clone() for p, g in sums.items()} for sums in window.sums],
+        "units": [float(sums.unit) for sums in window.sums],
+        "is_of_step": window.is_of_step,
+        "loss_scale": None if window.loss_scale is None else float(window.loss_scale),
+        "shapes": [tuple(local(p).shape) for p in parameters],
+        "trainable": window.trainable,
+    }
+
+
+def load_window(state: WindowState, gradients: Gradients, reduction: Reduction) -> PartialWindow:
+    """The opposite; raises StateError if the window is of other parameters or options."""
+    parameters = gradients.parameters
+    shapes = [tuple(local(p).shape) for p in parameters]
+    if state["reduction"] != reduction:
+        raise StateError(
+            f"the state was saved with reduction={state['reduction']!r}, this accumulator has "
+            f"{reduction!r}: make it with the same"
+        )
+    if len(state["shapes"]) != len(shapes):
+        raise StateError(
+            f"the state is of {len(state['shapes'])} parameters, the optimizer holds {len(shapes)}: "
+            "load it into the same model and optimizer"
+        )
+    for k, (saved, shape) in enumerate(zip(state["shapes"], shapes, strict=True)):
+        if tuple(saved) != shape:
+            raise StateError(
+                f"parameter {k} has the shape {tuple(saved)} in the state but {shape} in the optimizer: "
+                "load it into the same model and optimizer"
+            )
+    weights = Weights(reduction)
+    weights.weights = [tuple(weight) for weight in state["weights"]]
+    weights.reference = tuple(state["reference"])
+    loss_scale = state["loss_scale"]
+    trainable = state["trainable"]
+    window = PartialWindow(
+        weights,
+        [Sums() for _ in state["gradients"]],
+        [list(terms) for terms in state["losses"]],
+        None if loss_scale is None else torch.tensor(loss_scale),
+        trainable=None if trainable is None else [bool(is_trained) for is_trained in trainable],
+        is_of_step=bool(state["is_of_step"]),
+    )
+    for sums, saved, unit in zip(window.sums, state["gradients"], state["units"], strict=True):
+        sums.unit = unit
+        for k, g in saved.items():
+            if not 0 <= k < len(parameters) or tuple(g.shape) != shapes[k]:
+                raise StateError(f"the state has a gradient for parameter {k} that fits none of {len(parameters)}")
+            if g.dtype != (dtype := gradients.wide_dtype(parameters[k])):
+                raise StateError(
+                    f"the gradient of parameter {k} is {g.dtype} in the state but adds up in {dtype} here: load it "
+                    "into a model of the same dtype, with the same accumulate_dtype"
+                )
+            sums[parameters[k]] = like(parameters[k], g.to(parameters[k].device, copy=True))
+    return window
+
+
+def packed(window: WindowState | None, ranks: Ranks) -> dict[str, Any]:
+    """The entries of the state for the open window. If ranks train the model together, each has its own, in one piece.
+
+    torch.distributed.checkpoint writes entries of the same name only once, and loads those whose names it is given. So
+    the name tells the rank, and the entry is there even if no window is open.
     """
-    if not replicas.is_shared:
+    if not ranks.is_shared:
         return {"window": window}
     piece = None if window is None else to_bytes(without_sparse(window), to_array)
-    return {"num_ranks": replicas.size, "window": {name(replicas.rank): piece}}
+    return {"num_ranks": ranks.size, "window": {_name(ranks.rank): piece}}
 
 
-def unpacked(state: dict[str, Any], replicas: Replicas) -> WindowState | None:
-    """The open window of this rank; refuses one that was saved by other ranks."""
+def unpacked(state: dict[str, Any], ranks: Ranks) -> WindowState | None:
+    """The open window of this rank; raises StateError if it was saved by another number of ranks."""
     num_ranks = state.get("num_ranks", 1)
-    windows = state["window"] if "num_ranks" in state else {name(0): state["window"]}
+    windows = state["window"] if "num_ranks" in state else {_name(0): state["window"]}
     is_open = {rank for rank, window in windows.items() if window is not None}
     if not is_open:
         return None
-    if num_ranks != replicas.size:
+    if num_ranks != ranks.size:
         raise StateError(
             f"the state was saved in the middle of a window by {num_ranks} rank{'s' * (num_ranks != 1)} but "
-            f"{replicas.size} load it: load it with as many, or save after a step"
+            f"{ranks.size} load it: load it with as many, or save after a step"
         )
-    own = name(replicas.rank)
+    own = _name(ranks.rank)
     if own not in windows:
         raise StateError(f"the state is that of {min(is_open)} but this is {own}: save one for every rank, and load it")
     window: Any = windows[own]
@@ -42,10 +160,10 @@ def unpacked(state: dict[str, Any], replicas: Replicas) -> WindowState | None:
     return found
 
 
-def like_its_own(saved: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """What is saved under the names of a state of one's own; raises KeyError or TypeError if it is not of that kind."""
+def _of_the_same_types(saved: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """The saved values; raises KeyError or TypeError if one is missing, or of another type than our own."""
     return {key: type(value)() + saved[key] for key, value in own.items()}  # text to text, numbers to numbers
 
 
-def name(rank: int) -> str:
+def _name(rank: int) -> str:
     return f"rank {rank}"

@@ -1,4 +1,4 @@
-"""What became of a step: known at once, or when the device has got there."""
+"""The result of a step that the device has not finished, and which optimizers can skip a step by themselves."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -6,25 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from .internals import has_step_hooks
 
 
-class Outcome:
-    """The norm of the gradient, and whether it was applied: only if it is finite, and the loss if that matters."""
+class PendingResult:
+    """The norm of a gradient that is on its way from the device.
 
-    def __init__(self, norm: float, *, is_applied: bool) -> None:
-        self._norm = norm
-        self._is_applied = is_applied
+    Reading it waits for that step, not for what was started after it.
 
-    def norm(self) -> float:
-        return self._norm
-
-    def is_applied(self) -> bool:
-        return self._is_applied
-
-
-class Later(Outcome):
-    """On its way from the device. Whoever asks waits for that step, not for what was started after it."""
+    Args:
+        norms: The norm of each parameter's gradient.
+        total: The norm of all of them.
+        if_applied: Called once it is known that the gradient is finite.
+        if_skipped: Called once it is known that it is not, with the number of the first parameter whose norm is not.
+    """
 
     def __init__(
         self, norms: Tensor, total: Tensor, *, if_applied: Callable[[], None], if_skipped: Callable[[int | None], None]
@@ -38,11 +34,12 @@ class Later(Outcome):
         self._if_applied, self._if_skipped = if_applied, if_skipped
 
     def norm(self) -> float:
-        """Says once what became of it: of one that is not finite, which parameter was the first with such a norm."""
+        """The norm; the first call also reports whether the step was applied."""
         if self._waiting is not None:
             on_host, arrived = self._waiting
             arrived.synchronize()
-            *norms, self._norm = on_host.tolist()
+            *norms, total = on_host.tolist()
+            self._norm: float = total
             self._waiting = None
             if math.isfinite(self._norm):
                 self._if_applied()
@@ -55,32 +52,22 @@ class Later(Outcome):
 
 
 def can_be_skipped_on_device(optimizer: Any, parameters: Iterable[Tensor]) -> bool:
-    """Whether the optimizer itself leaves out a step that a tensor on the device tells it to leave out.
+    """Whether the optimizer itself skips a step if a tensor on the device says so.
 
-    Torch's fused ones do, for the sake of GradScaler. Hooks would be called all the same.
+    Torch's fused optimizers do, for GradScaler. Their hooks would still be called.
     """
     return (
         getattr(optimizer, "_step_supports_amp_scaling", False)
         and type(optimizer).__module__.startswith("torch.optim.")
         and all(group.get("fused") for group in optimizer.param_groups)
-        and not has_hooks(optimizer)
-        and not lacks_momentum(optimizer, parameters)
+        and not has_step_hooks(optimizer)
+        and not _lacks_momentum(optimizer, parameters)
     )
 
 
-def lacks_momentum(optimizer: Any, parameters: Iterable[Tensor]) -> bool:
-    """Whether this step makes the momentum of fused SGD: left out, that is memory nobody wrote (torch 2.13)."""
+def _lacks_momentum(optimizer: Any, parameters: Iterable[Tensor]) -> bool:
+    """Whether this step creates the momentum of fused SGD: skipped, that is uninitialised memory (torch 2.13)."""
     if type(optimizer) is not torch.optim.SGD or not any(group["momentum"] for group in optimizer.param_groups):
         return False
     state = optimizer.state
     return any(p not in state or state[p].get("momentum_buffer") is None for p in parameters)
-
-
-def has_hooks(optimizer: Any) -> bool:
-    """Whether anybody wants to know of each step."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-    )

@@ -10,7 +10,7 @@ from ..core.history import History
 from ..core.train import check_one_way, run_epochs
 from ..core.window import AccumulationSteps
 from .accumulator import Accumulator
-from .passes import Loss
+from .backward import Loss
 
 
 def train_with_accumulation(

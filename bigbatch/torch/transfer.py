@@ -22,10 +22,8 @@ class Transfer:
     device already, you have placed it, and it stays as it is.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        devices = {p.device for p in parameters}
-        device = devices.pop()
-        self._device = device if device.type == "cuda" and not devices else None
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._slots: list[_Slot] = []
 
     def arriving(self, micro_batches: Sequence[Any]) -> Iterator[Any]:
@@ -33,7 +31,6 @@ class Transfer:
         if not (micro_batches and all(map(self._is_on_host, micro_batches))):
             yield from micro_batches
             return
-        assert self._device is not None
         stream = _stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         if not self._slots:
@@ -58,7 +55,14 @@ class Transfer:
         return nest.map_tensors(lambda t: t.to(self._device), batch) if self._is_on_host(batch) else batch
 
     def _is_on_host(self, batch: Any) -> bool:
-        return self._device is not None and all(tensor.is_cpu for tensor in nest.tensors(batch) if tensor.ndim)
+        return all(tensor.is_cpu for tensor in nest.tensors(batch) if tensor.ndim)
+
+
+def transfer_for(parameters: Sequence[Tensor]) -> Transfer | None:
+    """What brings batches to the parameters; None unless they are all on one CUDA device."""
+    devices = {p.device for p in parameters}
+    device = devices.pop()
+    return Transfer(device) if device.type == "cuda" and not devices else None
 
 
 class _Slot:

@@ -1,4 +1,4 @@
-"""A window that is fed one micro-batch at a time: what it holds, and how it is saved."""
+"""A window: the micro-batches of one step, what each counts, and what has been added up so far."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -8,38 +8,157 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import OrderError, StateError
+from ..core.errors import OrderError, WeightError
 from ..core.step import Step
-from ..core.weight import Reduction, Terms, Weights, from_terms, is_number, weighted
+from ..core.weight import (
+    Reduction,
+    Terms,
+    Weights,
+    as_plain,
+    as_terms,
+    check_terms,
+    check_weight,
+    from_terms,
+    is_number,
+    shares,
+    totals,
+    weighted,
+)
 from . import sums as arithmetic
-from .distributed.shards import like, local
-from .gradients import Gradients
+from .distributed.totals import LocalCounts, Totals
 from .sums import Sums
-from .weight import read
 
-FAR = 2.0**40
+Weight = Callable[[Any], Any]
+_FAR = 2.0**40
+_SUMMED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_SUMMED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+"""What torch can compare and add up: uint64 and float8 it cannot (2.13)."""
+
+
+class Cut:
+    """A batch in micro-batches, with what each of them counts.
+
+    Args:
+        micro_batches: The micro-batches, in order.
+        weights: Their weights, term by term.
+        sizes: How many samples each has; empty if nobody needs to know.
+        num_hooks: How many hooks the parameters have.
+        reduction: "mean" or "sum".
+        is_cut: Whether bigbatch cut them, and not the user.
+    """
+
+    def __init__(
+        self,
+        micro_batches: Sequence[Any] = (),
+        weights: Sequence[Terms] = (),
+        sizes: Sequence[int] = (),
+        num_hooks: int = 0,
+        reduction: Reduction = "mean",
+        *,
+        is_cut: bool = False,
+    ) -> None:
+        self.micro_batches, self.weights, self.sizes = micro_batches, list(weights), sizes
+        self.num_hooks, self.reduction = num_hooks, reduction
+        self.is_cut = is_cut
+        self.passes = [
+            (micro_batch, weight)
+            for micro_batch, weight in zip(micro_batches, weights, strict=True)
+            if reduction == "sum" or any(weight)  # what counts nothing is left out: its mean may be 0/0
+        ]
+
+    @property
+    def size(self) -> int | None:
+        """The size of the largest micro-batch."""
+        return max(self.sizes, default=None)
+
+    def is_whole(self, weight: Terms) -> bool:
+        """Whether no term of a micro-batch with this weight is left out since it counts nothing."""
+        return self.reduction == "sum" or all(weight)
+
+    def counts(self) -> LocalCounts:
+        """What this rank brings to the step."""
+        return LocalCounts(totals(self.weights), len(self.passes), len(self.weights), num_hooks=self.num_hooks)
+
+
+class Shares(dict[Terms, Terms]):
+    """What the terms of a loss are multiplied by, by the weight of its micro-batch.
+
+    Computed when it is asked for: the total is known once the ranks agree, and the first forward pass need not wait.
+
+    Args:
+        agreed: Returns the totals of all ranks.
+        reduction: "mean" or "sum".
+    """
+
+    def __init__(self, agreed: Callable[[], Totals], reduction: Reduction) -> None:
+        super().__init__()
+        self._agreed = agreed
+        self._reduction: Reduction = reduction
+
+    def __missing__(self, weight: Terms) -> Terms:
+        self[weight] = shares(weight, self._agreed().total, self._reduction)
+        return self[weight]
 
 
 @dataclass
-class OpenWindow:
-    """The micro-batches so far: their weights, their losses, and the gradient sums of each term."""
+class PartialWindow:
+    """What a window has so far: of `micro_batch()`, or of a `step()`, which may be interrupted.
 
-    tally: Weights
+    Args:
+        weights: Of `micro_batch()`: the weights so far, and their reference. Of `step()`: the weights of the whole
+            batch.
+        sums: The gradient sums: of `micro_batch()` for each term, of `step()` for all terms together.
+        losses: The losses so far, by micro-batch and term.
+        loss_scale: What a GradScaler multiplied losses by when the window began.
+        seen: What the parameters looked like after the last micro-batch; None if the window was loaded.
+        trainable: Which parameters the micro-batches so far gave gradients to; None before the first.
+        is_of_step: Whether it is that of `step()`.
+    """
+
+    weights: Weights
     sums: list[Sums]
     losses: list[list[Any]] = field(default_factory=list)
     loss_scale: Tensor | None = None
-    """What a GradScaler multiplied losses by when the window began."""
     seen: list[int] | None = None
-    """What the parameters looked like after the last micro-batch; None if it was taken up from a state."""
     trainable: list[bool] | None = None
-    """Which parameters the micro-batches so far gave gradients to; None before the first."""
     is_of_step: bool = False
-    """Whether it is what step() has so far: all weights of the batch, one sum, the losses of what is done."""
+
+    @classmethod
+    def of_step(cls, cut: Cut) -> "PartialWindow":
+        """One whose micro-batches are all known."""
+        weights = Weights(cut.reduction, tuple(1.0 for _ in cut.weights[0]) if cut.weights else (1.0,))
+        weights.weights = cut.weights
+        return cls(weights, [Sums()], is_of_step=True)
+
+    def __len__(self) -> int:
+        return len(self.weights.weights)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is of other parameters, which nobody has looked at."""
+        return {**vars(self), "seen": None}
+
+    def share(self, weight: Terms, *, is_movable: bool) -> Terms:
+        """What the losses of the next micro-batch are multiplied by: its weight over the reference.
+
+        If the reference is nothing, or so little that this would overflow, the weight becomes the reference.
+
+        Args:
+            weight: The weight, term by term.
+            is_movable: Whether the sums can be scaled to another reference.
+        """
+        if is_movable:
+            reference = self.weights.reference
+            for t, (now, first) in enumerate(zip(weight, reference, strict=False)):  # the first one finds none
+                if is_number(now) and is_number(first) and (now > first * _FAR or (now and not self.sums[t])):
+                    arithmetic.scale(self.sums[t], first / now)
+                    reference = (*reference[:t], now, *reference[t + 1 :])
+            self.weights.reference = reference
+        return self.weights.share(weight)
 
     def check_same(self, weights: Sequence[Terms]) -> None:
-        """Refuses to go on with another batch than the one that was interrupted."""
+        """Raises OrderError if this is another batch than the one that was interrupted."""
         remedy = "pass the same batch to go on, or call forget() to drop what was interrupted"
-        own = self.tally.weights
+        own = self.weights.weights
         if len(own) != len(weights):
             raise OrderError(
                 f"the batch had {len(own)} micro-batches when the step was interrupted, now it has {len(weights)}: "
@@ -52,14 +171,8 @@ class OpenWindow:
                     f"has {from_terms(now)}: {remedy}"
                 )
 
-    @classmethod
-    def of_step(cls, reduction: Reduction, weights: list[Terms]) -> "OpenWindow":
-        tally = Weights(reduction, tuple(1.0 for _ in weights[0]) if weights else (1.0,))
-        tally.weights = weights
-        return cls(tally, [Sums()], is_of_step=True)
-
     def check_unchanged(self, now: list[int]) -> None:
-        """Refuses to add up gradients of different parameters."""
+        """Raises OrderError if the parameters have changed: gradients of two models do not add up."""
         if self.seen is not None:
             self._check_number(self.seen[0], now[0])
         if self.seen is not None and self.seen != now:
@@ -78,7 +191,7 @@ class OpenWindow:
             )
 
     def check_trainable(self, parameters: Sequence[Tensor]) -> None:
-        """Refuses to add up gradients of more or fewer parameters than before."""
+        """Raises OrderError if parameters were frozen or unfrozen since the micro-batch before."""
         now = [p.requires_grad for p in parameters]
         if self.trainable is not None:
             self._check_number(len(self.trainable), len(now))
@@ -91,17 +204,8 @@ class OpenWindow:
             )
         self.trainable = now
 
-    def measure_by(self, weight: Terms) -> None:
-        """This one is the measure if the first is nothing, or so little beside it that w_k / w_1 would overflow."""
-        reference = self.tally.reference
-        for t, (now, first) in enumerate(zip(weight, reference, strict=False)):  # the first one finds none
-            if is_number(now) and is_number(first) and (now > first * FAR or (now and not self.sums[t])):
-                arithmetic.scale(self.sums[t], first / now)
-                reference = (*reference[:t], now, *reference[t + 1 :])
-        self.tally.reference = reference
-
     def check_scale(self, now: Tensor | None) -> None:
-        """Refuses to add up what was scaled differently."""
+        """Raises OrderError if a GradScaler has changed its scale since the window began."""
         if now is not None and self.loss_scale is not None and float(now) != float(self.loss_scale):
             raise OrderError(
                 f"the GradScaler's scale went from {float(self.loss_scale):g} to {float(now):g} in the middle of a "
@@ -109,78 +213,13 @@ class OpenWindow:
                 "give each accumulator a scaler of its own"
             )
 
-    def __len__(self) -> int:
-        return len(self.tally.weights)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy is of other parameters, which nobody has looked at."""
-        return {**vars(self), "seen": None}
-
-    def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
-        """Copies, so that going on does not change what was saved."""
-        number = {p: k for k, p in enumerate(parameters)}
-        return {
-            "reduction": self.tally.reduction,
-            "weights": read(self.tally.weights),
-            "reference": self.tally.reference,
-            "losses": [[float(value) for value in terms] for terms in self.losses],
-            "gradients": [{number[p]: local(g).clone() for p, g in sums.items()} for sums in self.sums],
-            "units": [float(sums.unit) for sums in self.sums],
-            "is_of_step": self.is_of_step,
-            "loss_scale": None if self.loss_scale is None else float(self.loss_scale),
-            "shapes": [tuple(local(p).shape) for p in parameters],
-            "trainable": self.trainable,
-        }
-
-    @classmethod
-    def load(cls, state: dict[str, Any], own: Gradients, reduction: Reduction) -> "OpenWindow":
-        parameters = own.parameters
-        shapes = [tuple(local(p).shape) for p in parameters]
-        if state["reduction"] != reduction:
-            raise StateError(
-                f"the state was saved with reduction={state['reduction']!r}, this accumulator has "
-                f"{reduction!r}: make it with the same"
-            )
-        if len(state["shapes"]) != len(shapes):
-            raise StateError(
-                f"the state is of {len(state['shapes'])} parameters, the optimizer holds {len(shapes)}: "
-                "load it into the same model and optimizer"
-            )
-        for k, (saved, shape) in enumerate(zip(state["shapes"], shapes, strict=True)):
-            if tuple(saved) != shape:
-                raise StateError(
-                    f"parameter {k} has the shape {tuple(saved)} in the state but {shape} in the optimizer: "
-                    "load it into the same model and optimizer"
-                )
-        tally = Weights(reduction)
-        tally.weights = [tuple(weight) for weight in state["weights"]]
-        tally.reference = tuple(state["reference"])
-        loss_scale = state["loss_scale"]
-        trainable = state.get("trainable")  # older states have none, nor is_of_step
-        window = cls(
-            tally,
-            [Sums() for _ in state["gradients"]],
-            [list(terms) for terms in state["losses"]],
-            None if loss_scale is None else torch.tensor(loss_scale),
-            trainable=None if trainable is None else [bool(is_trained) for is_trained in trainable],
-            is_of_step=bool(state.get("is_of_step", False)),
-        )
-        for sums, saved, unit in zip(window.sums, state["gradients"], state["units"], strict=True):
-            sums.unit = unit
-            for k, g in saved.items():
-                if not 0 <= k < len(parameters) or tuple(g.shape) != shapes[k]:
-                    raise StateError(f"the state has a gradient for parameter {k} that fits none of {len(parameters)}")
-                if g.dtype != (dtype := own.wide_dtype(parameters[k])):
-                    raise StateError(
-                        f"the gradient of parameter {k} is {g.dtype} in the state but adds up in {dtype} here: load it "
-                        "into a model of the same dtype, with the same accumulate_dtype"
-                    )
-                sums[parameters[k]] = like(parameters[k], g.to(parameters[k].device, copy=True))
-        return window
-
 
 class MicroBatch:
-    """One micro-batch of the user's own loop; see `Accumulator.micro_batch`."""
+    """One micro-batch of the user's own loop; see `Accumulator.micro_batch`.
+
+    Attributes:
+        step: The step that this micro-batch completed, once the block has ended; None if its window goes on.
+    """
 
     def __init__(self, feed: Callable[["MicroBatch", Any], None]) -> None:
         self._feed = feed
@@ -190,10 +229,13 @@ class MicroBatch:
         """Whether all of it was."""
         self.is_over = False
         self.step: Step | None = None
-        """The step that this micro-batch completed, once the block has ended; None if its window goes on."""
 
     def backward(self, loss: Any) -> None:
-        """Adds the gradient of this micro-batch's loss, a mean over its `weight`, to the window."""
+        """Adds the gradient of this micro-batch's loss to the window.
+
+        Args:
+            loss: The mean over what `weight` counts; a tuple if `weight` is one.
+        """
         if self.is_over:
             raise OrderError("micro.backward was called after its block, where nothing is added: call it in the block")
         if self.has_begun:
@@ -201,7 +243,7 @@ class MicroBatch:
         self._feed(self, loss)
 
     def check_fed(self) -> None:
-        """At the end of the block. What `backward` raised may have been caught inside of it."""
+        """At the end of the block: raises OrderError unless `backward` was called once, and succeeded."""
         if not self.has_begun:
             raise OrderError("micro.backward(loss) was not called in this micro-batch: call it once in the block")
         if not self.is_fed:
@@ -211,12 +253,72 @@ class MicroBatch:
             )
 
 
-def values_of(losses: Terms) -> list[Any]:
-    """The values without the graph: plain numbers on the CPU, elsewhere tensors, since nothing is waited for.
+def weigh(micro_batches: Sequence[Any], weight: Weight) -> list[Terms]:
+    """The weight of each micro-batch, checked; what is on a device is fetched in one go."""
+    weights = read([as_terms(weight(micro_batch)) for micro_batch in micro_batches])
+    check_weights(weights)
+    return weights
 
-    Those are copies: a scalar may sit on the memory of all that it is the mean of (F.mse_loss in torch 2.13).
+
+def check_weights(weights: Sequence[Terms]) -> None:
+    """Raises WeightError unless all weights, and their sums, are finite numbers of at least 0."""
+    for number, weight in enumerate(weights):
+        if not weight:
+            raise WeightError(
+                f"the weight of micro-batch {number + 1} has 0 terms: return one number for each of the loss"
+            )
+        check_weight(weight, of=f"micro-batch {number + 1}")
+        check_terms(len(weights[0]), len(weight))
+    for total in totals(weights):
+        check_weight((total,), of=f"{len(weights)} micro-batches together")
+
+
+def on_host(weight: Terms) -> Terms:
+    """Plain numbers where no device has to be asked; weights per sample are added up."""
+    if all(type(w) is int for w in weight):
+        return weight
+    summed = (_sum(w) if isinstance(w, Tensor) else as_plain(w) for w in weight)
+    return tuple(w.item() if isinstance(w, Tensor) and w.device.type == "cpu" else w for w in summed)
+
+
+def read(weights: Sequence[Terms]) -> list[Terms]:
+    """Plain numbers; those that are on a device are fetched together."""
+    known = [on_host(weight) for weight in weights]
+    waiting = [w for weight in known for w in weight if isinstance(w, Tensor)]
+    if not waiting:
+        return known
+    fetched = iter(torch.stack(waiting).tolist())
+    return [tuple(next(fetched) if isinstance(w, Tensor) else w for w in weight) for weight in known]
+
+
+def _sum(weight: Tensor) -> Tensor:
+    """In plain numbers on the CPU; elsewhere wide, since torch divides whole numbers in float32.
+
+    If one sample counts less than nothing, others must not hide it: the sum is then no number.
     """
-    return [loss.item() if loss.is_cpu else loss.detach().reshape(()).clone() for loss in losses]
+    if weight.is_meta or weight.is_quantized or weight.is_nested or weight.layout is not torch.strided:
+        raise WeightError(
+            f"the weight is a tensor on {weight.device.type} with {weight.dtype} and {weight.layout}, whose values "
+            "cannot be added up: return a number or a plain dense tensor"
+        )
+    if weight.dtype not in _SUMMED:
+        weight = weight.to(_widest(weight))
+    if weight.numel() > 1 and not weight.is_complex() and weight.dtype is not torch.bool:
+        is_negative = (weight < 0).any()
+        if not weight.is_cpu:
+            return weight.detach().sum(dtype=_widest(weight)).where(~is_negative, torch.nan)
+        if is_negative:
+            raise WeightError(
+                f"{int((weight < 0).sum())} of {weight.numel()} samples have a weight below 0 ({weight.min():g} is the "
+                "lowest): a weight says how much a sample counts, so it must be at least 0"
+            )
+    if weight.is_cpu and not weight.is_floating_point():
+        return weight.detach().sum()
+    return weight.detach().sum(dtype=_widest(weight))
+
+
+def _widest(weight: Tensor) -> torch.dtype:
+    return torch.float32 if weight.device.type == "mps" else torch.float64  # mps has no float64
 
 
 def fetch_weighted(losses: Sequence[Sequence[Any]], by: list[Terms]) -> Callable[[], Terms]:

@@ -35,10 +35,10 @@ def test_a_learning_rate_on_the_host_is_read_as_a_number() -> None:
     rate = torch.tensor(0.1)
     optimizer = torch.optim.AdamW(nn.Linear(3, 1).parameters(), lr=rate, capturable=True)
     captured = CapturedOptimizer(optimizer, torch.device("cuda", 0), lambda: None)
-    before = captured._surroundings()
-    assert captured._surroundings() == before
+    before = captured._fingerprint()
+    assert captured._fingerprint() == before
     rate.fill_(0.2)
-    assert captured._surroundings() != before
+    assert captured._fingerprint() != before
 
 
 @pytest.mark.parametrize(

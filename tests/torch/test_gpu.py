@@ -116,7 +116,7 @@ def test_low_precision_parameters_accumulate_in_float32() -> None:
     for _ in range(2):
         with accumulator.micro_batch(weight=53) as micro:
             micro.backward(loss(model, data(dtype=torch.bfloat16)))
-    assert {g.dtype for g in accumulator._open.sums[0].values()} == {torch.float32}
+    assert {g.dtype for g in accumulator._window.sums[0].values()} == {torch.float32}
     assert accumulator.flush().is_applied
 
 

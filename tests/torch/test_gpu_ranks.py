@@ -142,8 +142,8 @@ def test_captured_passes_under_ddp(bucket_view: bool) -> None:
         loss(full, data(size, torch.float64)).backward()
         optimizer.step()
         accumulator.step(data(size, torch.float64))
-    assert accumulator._capture is not None
-    assert accumulator._capture.num_replays > 10
+    assert accumulator._captured is not None
+    assert accumulator._captured.num_replays > 10
     assert float((flat(model) - flat(full)).norm() / flat(full).norm()) < 1e-12
 
 

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch import OptionError, Window
 from bigbatch.torch import Accumulator, gradients
-from bigbatch.torch import gradient_buffer as collection
 
 WAYS = ("batch", "micro_batch")
 Batch = tuple[Tensor, Tensor]
@@ -320,8 +319,7 @@ def test_low_precision_is_rounded_once(
     of torch have no grad_dtype; the way taken there gives the same, bit for bit."""
     if not gradients.HAS_GRAD_DTYPE and has_grad_dtype:
         pytest.skip(f"torch {torch.__version__} has no grad_dtype")
-    for module in (gradients, collection):
-        monkeypatch.setattr(module, "HAS_GRAD_DTYPE", has_grad_dtype)
+    monkeypatch.setattr(gradients, "HAS_GRAD_DTYPE", has_grad_dtype)
     torch.manual_seed(0)
     model = nn.Linear(6, 4).bfloat16()
     x, y = data(12, torch.bfloat16)
@@ -349,14 +347,13 @@ def test_low_precision_is_rounded_once(
 
 def test_at_most_one_wide_buffer_per_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_grad_dtype in {gradients.HAS_GRAD_DTYPE, False}:
-        for module in (gradients, collection):
-            monkeypatch.setattr(module, "HAS_GRAD_DTYPE", has_grad_dtype)
+        monkeypatch.setattr(gradients, "HAS_GRAD_DTYPE", has_grad_dtype)
         model = nn.Linear(6, 4).bfloat16()
         accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=9)
         for _ in range(3):
             with accumulator.micro_batch(weight=3) as micro:
                 micro.backward(mse(model, data(3, torch.bfloat16)))
-        (sums,) = accumulator._open.sums
+        (sums,) = accumulator._window.sums
         assert [g.dtype for g in sums.values()] == [torch.float32] * 2
         assert [p.grad for p in model.parameters()] == [None, None]
         assert accumulator.flush().is_applied
@@ -369,7 +366,7 @@ def test_a_wider_accumulator_on_demand() -> None:
     )
     with accumulator.micro_batch(weight=3) as micro:
         micro.backward(mse(model, data(3, torch.float32)))
-    assert {g.dtype for g in accumulator._open.sums[0].values()} == {torch.float64}
+    assert {g.dtype for g in accumulator._window.sums[0].values()} == {torch.float64}
     assert accumulator.flush().is_applied
 
 

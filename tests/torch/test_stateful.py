@@ -475,9 +475,9 @@ class Forgetful(Accumulator):
 class StartsAnew(Accumulator):
     """Does the micro-batches of an interrupted step twice."""
 
-    def _step(self, *args: Any) -> Step:
-        args[-1].losses.clear()
-        return super()._step(*args)
+    def _accumulate(self, cut: Any, window: Any, agreed: Any) -> Any:
+        window.losses.clear()
+        return super()._accumulate(cut, window, agreed)
 
 
 class Unaware(Accumulator):
@@ -493,8 +493,9 @@ class Unaware(Accumulator):
 class Hasty(Accumulator):
     """Steps on what is not finite."""
 
-    def _not_finite(self, *_: Any) -> Any:
-        return None, False
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._update._place_not_finite = lambda *_: (None, False)
 
 
 @pytest.mark.parametrize("broken", [MeanOfMeans, Forgetful, StartsAnew, Unaware, Hasty])

@@ -187,7 +187,7 @@ class OfItsOwn(Tensor):
 
 def test_a_loss_of_a_class_of_its_own_goes_through_all_of_torchs_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     norm = make().step(make_batch()).grad_norm
-    monkeypatch.setattr("bigbatch.torch.precision.RUN_ENGINE", lambda *_, **__: pytest.fail("took the shortcut"))
+    monkeypatch.setattr("bigbatch.torch.backward.RUN_ENGINE", lambda *_, **__: pytest.fail("took the shortcut"))
     own = make(loss=lambda model, batch: loss(model, batch).as_subclass(OfItsOwn))
     assert own.step(make_batch()).grad_norm == norm
     with pytest.raises(pytest.fail.Exception, match="shortcut"):
@@ -197,7 +197,7 @@ def test_a_loss_of_a_class_of_its_own_goes_through_all_of_torchs_backward(monkey
 def test_a_torch_without_that_shortcut_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     with_it = make()
     norm = with_it.step(make_batch()).grad_norm
-    monkeypatch.setattr("bigbatch.torch.precision.RUN_ENGINE", None)
+    monkeypatch.setattr("bigbatch.torch.backward.RUN_ENGINE", None)
     without = make()
     assert without.step(make_batch()).grad_norm == norm
     for a, b in zip(snapshot(without), snapshot(with_it), strict=True):
@@ -209,7 +209,7 @@ def test_weights_that_never_come_twice_leave_nothing_behind() -> None:
     accumulator = make(1, weight=lambda _: next(weights))
     for _ in range(50):
         accumulator.step(make_batch())
-    assert len(accumulator._precision._seeds) < 100
+    assert len(accumulator._eager._seeds) < 100
 
 
 def test_batch_norm_is_told_about_when_it_comes_into_play() -> None:

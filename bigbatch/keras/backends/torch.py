@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...core.weight import share
 from ...torch.batch import cut, map_tensors
-from ...torch.gradient_buffer import part
+from ...torch.gradients import unalias
 from .. import checks, loss
 from ..loss import Batch, Form, Found
 from .step import FitStep
@@ -98,7 +98,7 @@ class TorchStep:
     def _add_up(self) -> None:
         """After a backward pass: gradients in float16 or bfloat16 go into sums in float32, others add up in place."""
         weights = self.step.model.trainable_weights
-        part([v.value for v in weights])
+        unalias([v.value for v in weights])
         for v in weights:
             gradient = v.value.grad
             if gradient is not None and loss.wide(v.dtype) != v.dtype:

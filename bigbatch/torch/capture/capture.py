@@ -1,50 +1,51 @@
 """Micro-batches as CUDA graphs: forward, backward and the addition to the gradient sums, launched as one."""
 
-import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import BigBatchWarning, CaptureError, OptionError
+from ...core.errors import CaptureError, OptionError, warn
 from ...core.weight import Terms
 from .. import batch as nest
-from ..distributed.ranks import Replicas
-from ..gradient_buffer import HAS_GRAD_DTYPE, Collection
-from ..gradients import Gradients
-from ..precision import Precision
-from .fingerprint import PLAIN, modules_of, surroundings
-from .recording import Forward, Pass, Recorded
+from ..backward import Backward, Loss, check_loss
+from ..distributed.ranks import Ranks
+from ..gradients import HAS_GRAD_DTYPE, GradientBuffer, Gradients
+from ..internals import uncompiled
+from ..window import Shares
+from .fingerprint import PLAIN, fingerprint, modules_of
+from .recording import Pass, Recorded
 
-NUM_WARM_UPS = 1
+_NUM_WARM_UPS = 1
 """How many passes of a new shape run eagerly before one is recorded: shapes that come once never are."""
-MAX_SHAPES = 32
-MAX_CHANGES = 8
-MAX_CHANGES_TO_RECORD = 1
+_MAX_SHAPES = 32
+_MAX_CHANGES = 8
+_MAX_CHANGES_TO_RECORD = 1
 """What changed before each of two windows will change before the next: recording would be for this one alone."""
 
 
 class Capture:
-    """Records a pass for every shape of micro-batch, and replays it.
+    """Records a pass for every shape of micro-batch, and replays it; what cannot be captured runs eagerly.
 
-    capture.begin(loss)                                     # once a window
-    losses = capture.add(forward, micro_batch, scale, …)    # None: run it eagerly
+        capture.begin(loss)                                               # once a window
+        losses = capture(loss, micro_batch, weight, shares, buffer)       # as Backward
+
+    Args:
+        model: The model, without its wrappers.
+        gradients: The gradients of the optimizer's parameters.
+        eager: Runs what is not captured.
+        device: The CUDA device.
+        is_required: Whether to raise where something cannot be captured.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        sums: Gradients,
-        precision: Precision,
-        device: torch.device,
-        *,
-        is_required: bool,
+        self, model: nn.Module, gradients: Gradients, eager: Backward, device: torch.device, *, is_required: bool
     ) -> None:
         self._model = model
-        self._gradients = sums
-        self._precision = precision
+        self._gradients = gradients
+        self._eager = eager
         self.device = device
         self.is_required = is_required
         self.is_on = True
@@ -53,10 +54,10 @@ class Capture:
         self._recorded: dict[Hashable, Recorded] = {}
         self._num_seen: Counter[Hashable] = Counter()
         self._buffers: dict[Tensor, Tensor] = {}
-        self._surroundings: list[Any] = []
+        self._fingerprint: list[Any] = []
         self._num_changes = 0
         self._loss: Any = None
-        self._has_told = False
+        self._has_warned = False
 
     def pool(self) -> Any:
         """Where recordings have their memory, one after the other: nothing in it is needed once a replay is done."""
@@ -64,56 +65,73 @@ class Capture:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
-    def begin(self, loss: Callable[..., Any]) -> None:
-        """Forgets what was recorded if anything that it was recorded with has changed."""
+    def begin(self, loss: Loss) -> None:
+        """Forgets what was recorded if anything that it depends on has changed."""
+        if not self.is_on:
+            return
         self._loss = loss
         if not self._has_changed():
             self._num_changes = 0
             return
         self._num_changes += 1
-        if self._num_changes == MAX_CHANGES:
-            self._tell(
+        if self._num_changes == _MAX_CHANGES:
+            self._warn(
                 f"nothing is captured, since something that the loss may depend on has changed before each of "
-                f"{MAX_CHANGES} windows: an attribute of the model, a value that the loss closes over, or the place "
+                f"{_MAX_CHANGES} windows: an attribute of the model, a value that the loss closes over, or the place "
                 "of a tensor; make it a tensor of the batch"
             )
 
     def _has_changed(self) -> bool:
-        now = [*map(id, self._gradients.parameters), *surroundings(self._model, self._loss)]
-        if now == self._surroundings:
+        now = [*map(id, self._gradients.parameters), *fingerprint(self._model, self._loss)]
+        if now == self._fingerprint:
             return False
         self._forget()
-        self._surroundings = now
+        self._fingerprint = now
         return True
 
-    def _tell(self, message: str) -> None:
-        if not self._has_told:
-            warnings.warn(message, BigBatchWarning, stacklevel=6)
-            self._has_told = True
+    def _warn(self, message: str) -> None:
+        if not self._has_warned:
+            warn(message)
+            self._has_warned = True
 
     def _forget(self) -> None:
         self._recorded.clear()
         self._buffers.clear()
         self._num_seen.clear()
 
-    def add(self, forward: Forward, micro_batch: Any, scale: Terms, collection: Collection) -> list[Tensor] | None:
-        """Adds the gradient of a micro-batch and returns its losses, or None if it has to be run eagerly."""
+    def __call__(
+        self, loss: Loss, micro_batch: Any, weight: Terms, shares: Shares, buffer: GradientBuffer
+    ) -> list[Any]:
+        """Adds the gradient of a micro-batch and returns its losses; the arguments are those of Backward."""
+        losses = self._captured(loss, micro_batch, weight, shares, buffer) if self.is_on else None
+        return self._eager(loss, micro_batch, weight, shares, buffer) if losses is None else losses
+
+    def _captured(
+        self, loss: Loss, micro_batch: Any, weight: Terms, shares: Shares, buffer: GradientBuffer
+    ) -> list[Tensor] | None:
+        """The same by a graph; None, with nothing done, if the micro-batch has to run eagerly."""
+        scale = self._eager.scaled(shares[weight])
         try:
-            key = (tuple(map(bool, scale)), shape_of(micro_batch, self.device))
+            key = (tuple(map(bool, scale)), _shape_of(micro_batch, self.device))
             recorded = self._recorded.get(key)
             if recorded is not None:
-                collection.put()
                 self.num_replays += 1
-                recorded.replay(micro_batch, scale, collection)
+                recorded.replay(micro_batch, scale, buffer)
                 return recorded.take_losses()
             if not self._is_worth_it(key):
                 return None
-            if self._has_changed():  # a pass that ran eagerly did it, and a replay would not
+            if self._has_changed():  # an eager pass did it, and a replay would not
                 self._num_seen[key] = 1
                 return None
+
+            def forward(inputs: Any) -> Terms:
+                terms = self._eager.forward(loss, inputs)
+                check_loss(terms, len(weight))
+                return terms
+
             modules = modules_of(self._model, self._loss)
-            recorded = Pass(modules, self._gradients, self._precision, self._buffers, forward, scale).recorded(
-                micro_batch, collection, self.device, self.pool
+            recorded = Pass(modules, self._gradients, self._eager, self._buffers, forward, scale).recorded(
+                micro_batch, buffer, self.device, self.pool
             )
             if recorded is None:
                 return None
@@ -124,23 +142,23 @@ class Capture:
             if self.is_required:
                 raise
             self.is_on = False
-            warnings.warn(f"capture is off from here on: {error}", BigBatchWarning, stacklevel=5)
+            warn(f"capture is off from here on: {error}")
             return None
 
     def _is_worth_it(self, key: Hashable) -> bool:
-        if self._num_changes > MAX_CHANGES_TO_RECORD:
+        if self._num_changes > _MAX_CHANGES_TO_RECORD:
             return False
-        if key not in self._num_seen and len(self._num_seen) >= MAX_SHAPES:
-            self._tell(
-                f"micro-batches had more than {MAX_SHAPES} shapes, and only the first {MAX_SHAPES} are captured: "
+        if key not in self._num_seen and len(self._num_seen) >= _MAX_SHAPES:
+            self._warn(
+                f"micro-batches had more than {_MAX_SHAPES} shapes, and only the first {_MAX_SHAPES} are captured: "
                 "pad them to a few lengths, or leave capture out"
             )
             return False
         self._num_seen[key] += 1
-        return self._num_seen[key] > NUM_WARM_UPS
+        return self._num_seen[key] > _NUM_WARM_UPS
 
 
-def shape_of(micro_batch: Any, device: torch.device) -> Hashable:
+def _shape_of(micro_batch: Any, device: torch.device) -> Hashable:
     """What must be the same for a recorded pass to be that of this micro-batch."""
     if nest.is_row(micro_batch):
         return tuple(_described(tensor, "micro_batch", device) for tensor in micro_batch)
@@ -164,24 +182,24 @@ def _described(leaf: Any, name: str, device: torch.device) -> Hashable:
 
 
 def capture_for(
-    capture: Any, model: nn.Module, loss: Any, sums: Gradients, precision: Precision, replicas: Replicas
+    capture: Any, model: nn.Module, loss: Any, gradients: Gradients, eager: Backward, ranks: Ranks
 ) -> Capture | None:
     """What captures passes, if that is wanted and possible."""
     if capture is False:
         return None
     if capture is not True and capture != "auto":
         raise OptionError(f'capture={capture!r} is unknown: pass True, False or "auto"')
-    parameters = sums.parameters
-    if reason := why_not(parameters, loss, sums, replicas):
+    parameters = gradients.parameters
+    if reason := _why_not(parameters, loss, gradients, ranks):
         if capture is True:
             raise OptionError(reason)
         return None
-    model = getattr(model, "_orig_mod", model)  # behind torch.compile's wrapper
-    inner: Any = model.module if replicas.is_shared else model
-    return Capture(inner, sums, precision, parameters[0].device, is_required=capture is True)
+    model = uncompiled(model)
+    inner: Any = model.module if ranks.is_shared else model
+    return Capture(inner, gradients, eager, parameters[0].device, is_required=capture is True)
 
 
-def why_not(parameters: list[Tensor], loss: Any, sums: Gradients, replicas: Replicas) -> str | None:
+def _why_not(parameters: list[Tensor], loss: Any, gradients: Gradients, ranks: Ranks) -> str | None:
     """What stands in the way from the start."""
     devices = sorted({str(p.device) for p in parameters})
     if len(devices) > 1:
@@ -193,11 +211,11 @@ def why_not(parameters: list[Tensor], loss: Any, sums: Gradients, replicas: Repl
         )
     if loss is None:
         return "only step() can be captured, which needs a loss: pass Accumulator(model, optimizer, loss, …)"
-    if replicas.is_sharded:
+    if ranks.is_sharded:
         return "fully_shard gathers parameters in every pass, which cannot be captured: use DistributedDataParallel"
-    if not HAS_GRAD_DTYPE and (wide := [p for p in parameters if sums.is_widened(p)]):
+    if not HAS_GRAD_DTYPE and (wide := [p for p in parameters if gradients.is_widened(p)]):
         return (
-            f"{len(wide)} of {len(parameters)} parameters add up gradients in {sums.wide_dtype(wide[0])}, which can "
-            "be captured from torch 2.10 on: update torch, or keep parameters in float32"
+            f"{len(wide)} of {len(parameters)} parameters add up gradients in {gradients.wide_dtype(wide[0])}, which "
+            "can be captured from torch 2.10 on: update torch, or keep parameters in float32"
         )
     return None

@@ -1,4 +1,4 @@
-"""What a recorded pass was recorded with, beside its micro-batch: it must be the same when it is replayed."""
+"""Everything a CUDA graph depends on besides its input. If it changes, record again."""
 
 import dis
 import functools
@@ -13,15 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..internals import HOOKS_AFTER, HOOKS_BEFORE, VERSION, is_expanded, own_buffers, uncompiled
+
 PLAIN = frozenset({bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, torch.Size})
-MAX_LENGTH = 64
+_MAX_LENGTH = 64
 """Of a list or a dict that is looked into: a vocabulary is not read word by word before each window."""
-DATA_PARALLEL = "torch.nn.parallel.distributed"
-PARTS = ("_parameters", "_buffers", "_modules")
-NOT_LOOKED_INTO = frozenset({"torch", "bigbatch", "numpy", "logging"})
+_DATA_PARALLEL = "torch.nn.parallel.distributed"
+_PARTS = ("_parameters", "_buffers", "_modules")
+_NOT_LOOKED_INTO = frozenset({"torch", "bigbatch", "numpy", "logging"})
 
 
-def surroundings(model: nn.Module, loss: Callable[..., Any]) -> list[Any]:
+def fingerprint(model: nn.Module, loss: Callable[..., Any]) -> list[Any]:
     """Where tensors lie, whether they are trained, and the plain values that a pass may depend on.
 
     A replay reads the same memory and knows nothing of Python: a parameter that was replaced, a layer that was frozen,
@@ -35,13 +37,13 @@ def surroundings(model: nn.Module, loss: Callable[..., Any]) -> list[Any]:
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
     ]
-    _look([model, *beside(loss)], found, set())
+    _look([model, *_values_used_by(loss)], found, set())
     return found
 
 
 def modules_of(model: nn.Module, loss: Callable[..., Any]) -> list[nn.Module]:
     """The model with all its parts, and those of modules that the loss brings along."""
-    wholes = [model, *(value for value in beside(loss) if isinstance(value, nn.Module))]
+    wholes = [model, *(value for value in _values_used_by(loss) if isinstance(value, nn.Module))]
     return list(dict.fromkeys(module for whole in wholes for module in whole.modules()))
 
 
@@ -53,14 +55,14 @@ def _look(values: Iterable[Any], found: list[Any], seen: set[int]) -> None:
             found.append(value)
         elif kind is dict or kind is OrderedDict:
             found.append(num := len(value))
-            if 0 < num <= MAX_LENGTH:
+            if 0 < num <= _MAX_LENGTH:
                 found += [key if type(key) in PLAIN else id(key) for key in value]
                 _look(value.values(), found, seen)
         elif isinstance(value, Tensor):
             found.append(_place(value))
         elif isinstance(value, list | tuple | set | frozenset):
             found.append(len(value))
-            if 0 < len(value) <= MAX_LENGTH:
+            if 0 < len(value) <= _MAX_LENGTH:
                 _look(value, found, seen)
         else:
             number = id(value)
@@ -74,13 +76,13 @@ def _held_by(value: Any) -> Iterable[Any]:
     """What an object has; of a function, what it brings along."""
     if isinstance(value, nn.Module):
         own = vars(value).copy()
-        parts = [part for name in PARTS for part in own.pop(name).values()]  # however many
-        is_wrapper = type(value).__module__ == DATA_PARALLEL  # whose own values say where in a window it is
+        parts = [part for name in _PARTS for part in own.pop(name).values()]  # however many
+        is_wrapper = type(value).__module__ == _DATA_PARALLEL  # whose own values say where in a window it is
         return parts if is_wrapper else [*parts, *own.values()]
-    if isinstance(value, type | ModuleType) or _package(value) in NOT_LOOKED_INTO:
+    if isinstance(value, type | ModuleType) or _package(value) in _NOT_LOOKED_INTO:
         return ()
     if isinstance(value, FunctionType | MethodType | functools.partial):
-        return beside(value)
+        return _values_used_by(value)
     return getattr(value, "__dict__", {}).values()
 
 
@@ -97,23 +99,21 @@ def _place(tensor: Tensor) -> Any:
         return id(tensor), tensor.requires_grad
     if tensor.is_cpu and tensor.numel() == 1 and not tensor.requires_grad:
         return tensor.data_ptr(), tensor.requires_grad, tensor.item()
-    before: Any = tensor._backward_hooks
-    after: Any = tensor._post_accumulate_grad_hooks
-    return tensor.data_ptr(), tensor.requires_grad, tuple(before or ()), tuple(after or ())
+    return tensor.data_ptr(), tensor.requires_grad, tuple(HOOKS_BEFORE(tensor) or ()), tuple(HOOKS_AFTER(tensor) or ())
 
 
-def beside(loss: Any) -> list[Any]:
+def _values_used_by(loss: Any) -> list[Any]:
     """The values that a function brings along: what it closes over, its defaults, the globals that it names."""
-    loss = getattr(loss, "_torchdynamo_orig_callable", loss)
+    loss = uncompiled(loss)
     if isinstance(loss, functools.partial):
-        return [*loss.args, *loss.keywords.values(), *beside(loss.func)]
+        return [*loss.args, *loss.keywords.values(), *_values_used_by(loss.func)]
     if isinstance(loss, nn.Module):
         return [loss]
     owner = getattr(loss, "__self__", None)
     function = getattr(loss, "__func__", loss)
     if not isinstance(function, FunctionType):
         called = type(loss).__call__
-        return beside(MethodType(called, loss)) if isinstance(called, FunctionType) else [owner]
+        return _values_used_by(MethodType(called, loss)) if isinstance(called, FunctionType) else [owner]
     found = [] if owner is None else [owner] if isinstance(owner, nn.Module) else _used_of(owner, function)
     for cell in function.__closure__ or ():
         try:
@@ -159,7 +159,7 @@ def _globals_in(code: CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*own, *sum(inner, ())]))
 
 
-class Kept:
+class Snapshot:
     """Random states and what modules remember, to go back to after a pass that must not show."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -167,11 +167,11 @@ class Kept:
         self._places = [
             (place, name, tensor, tensor.detach().clone())
             for module in modules
-            for place in (module._buffers, module.__dict__)
+            for place in (own_buffers(module), module.__dict__)
             for name, tensor in place.items()
             if isinstance(tensor, Tensor) and tensor.grad_fn is None and not is_expanded(tensor)
         ]
-        self._frozen = [(p, p._version) for module in modules for p in module._parameters.values() if is_frozen(p)]
+        self._frozen = [(p, VERSION(p)) for module in modules for p in module._parameters.values() if _is_frozen(p)]
         self._on_device = torch.cuda.get_rng_state(device)
         self._on_host = torch.get_rng_state()
         self._python = random.getstate()
@@ -194,7 +194,7 @@ class Kept:
 
     def num_moved(self) -> int:
         """How many parameters that are not trained the pass has changed, of which nobody has a copy."""
-        return sum(p._version != version for p, version in self._frozen)
+        return sum(VERSION(p) != version for p, version in self._frozen)
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -207,10 +207,5 @@ class Kept:
         np.random.set_state(self._numpy)
 
 
-def is_frozen(parameter: Tensor | None) -> TypeGuard[Tensor]:
+def _is_frozen(parameter: Tensor | None) -> TypeGuard[Tensor]:
     return parameter is not None and not parameter.requires_grad
-
-
-def is_expanded(tensor: Tensor) -> bool:
-    """Whether one place in memory stands for several values, which nobody can write to."""
-    return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == 1

@@ -5,13 +5,14 @@ import gc
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...core.errors import BigBatchError, CaptureError
+from ..internals import end_pool
 
 REMEDY = 'keep the host out of the loss, or pass capture="auto" to go on without where it has to be'
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
@@ -43,8 +44,7 @@ def _abandon(graph: Any, generator: Any, before: Any, device: torch.device, pool
     try:
         graph.capture_end()
     except RuntimeError:
-        with suppress(RuntimeError, AttributeError):
-            torch._C._cuda_endAllocateToPool(device.index, pool)
+        end_pool(device, pool)
         generator.graphsafe_set_state(before)
 
 

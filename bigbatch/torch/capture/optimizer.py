@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import CaptureError
-from ..step_result import has_hooks
+from ..internals import has_step_hooks
 from .fingerprint import PLAIN
 from .graph import record
 
@@ -32,7 +32,7 @@ class CapturedOptimizer:
         """Whether the step was made."""
         if not self._can_be_recorded():
             return False
-        now = self._surroundings()
+        now = self._fingerprint()
         if now != self._before:
             self._before = now
             self._graph = None
@@ -61,10 +61,10 @@ class CapturedOptimizer:
                 group["capturable"] or group.get("fused") if "capturable" in group else is_plain_sgd(kind, group)
                 for group in optimizer.param_groups
             )
-            and not has_hooks(optimizer)
+            and not has_step_hooks(optimizer)
         )
 
-    def _surroundings(self) -> list[Hashable]:
+    def _fingerprint(self) -> list[Hashable]:
         found: list[Hashable] = [_seen(getattr(self._optimizer, "found_inf", None))]
         state = self._optimizer.state
         for group in self._optimizer.param_groups:

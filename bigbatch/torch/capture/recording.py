@@ -15,11 +15,11 @@ from ...core.errors import CaptureError
 from ...core.weight import Terms
 from .. import batch as nest
 from .. import sums as arithmetic
-from ..gradient_buffer import Collection, clear, leaves_of
-from ..gradients import Gradients
-from ..precision import Precision, is_low
+from ..backward import Backward, is_low
+from ..gradients import GradientBuffer, Gradients, clear, leaves_of
+from ..internals import places_of_parameters
 from ..sums import Sums
-from .fingerprint import Kept
+from .fingerprint import Snapshot
 from .graph import no_waiting, record, rehearsed
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -41,41 +41,41 @@ class Recorded:
     buffers: dict[Tensor, Tensor]
     """Where gradients are added up, by parameter."""
     is_low: bool
-    precision: Precision
+    eager: Backward
     numbers: Terms = ()
     """What the seeds were made from."""
 
     def __post_init__(self) -> None:
         self._inputs = nest.tensors(self.static)
 
-    def replay(self, micro_batch: Any, scale: Terms, collection: Collection) -> None:
+    def replay(self, micro_batch: Any, scale: Terms, buffer: GradientBuffer) -> None:
         """Adds the gradient of a micro-batch."""
+        buffer.put(scale[0] if self.is_low else 1.0)
         if self._inputs:
             with torch.no_grad():  # a loss may have called requires_grad_() on them
                 torch._foreach_copy_(self._inputs, nest.tensors(micro_batch), non_blocking=True)
-        self._take_over(collection)
-        collection.in_units_of(scale[0] if self.is_low else 1.0)
+        self._take_over(buffer)
         numbers = (1.0,) if self.is_low else scale
-        if numbers != self.numbers or self.precision.scaler is not None:
+        if numbers != self.numbers or self.eager.precision.scaler is not None:
             for seed, number in zip(self.seeds, numbers, strict=True):
-                seed.copy_(self.precision.seed(number, seed))
+                seed.copy_(self.eager.seed(number, seed))
             self.numbers = numbers
         self.graph.replay()
 
     def take_losses(self) -> list[Tensor]:
         return [loss.clone() for loss in self.losses]
 
-    def _take_over(self, collection: Collection) -> None:
+    def _take_over(self, buffer: GradientBuffer) -> None:
         """Sums that are elsewhere, or nowhere, go where the recorded pass adds to them."""
-        elsewhere = [(p, buffer) for p, buffer in self.buffers.items() if p.grad is not buffer]
+        elsewhere = [(p, own) for p, own in self.buffers.items() if p.grad is not own]
         if not elsewhere:
             return
-        torch._foreach_zero_([buffer for _, buffer in elsewhere])
-        for p, buffer in elsewhere:
+        torch._foreach_zero_([own for _, own in elsewhere])
+        for p, own in elsewhere:
             if p.grad is not None:
-                buffer.add_(p.grad)
-            p.grad = buffer
-        collection.added()
+                own.add_(p.grad)
+            p.grad = own
+        buffer.keep()
 
 
 class Pass:
@@ -84,68 +84,67 @@ class Pass:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        sums: Gradients,
-        precision: Precision,
+        gradients: Gradients,
+        eager: Backward,
         buffers: dict[Tensor, Tensor],
         forward: Forward,
         scale: Terms,
     ) -> None:
         self._modules = modules
-        self._gradients = sums
-        self._precision = precision
+        self._gradients = gradients
+        self._eager = eager
         self._buffers = buffers
         self._forward = forward
         self._scale = scale
 
     def recorded(
-        self, micro_batch: Any, collection: Collection, device: torch.device, pool: Callable[[], Any]
+        self, micro_batch: Any, buffer: GradientBuffer, device: torch.device, pool: Callable[[], Any]
     ) -> Recorded | None:
         """Adds the gradient of the micro-batch by a first replay, which must give what the eager pass gives.
 
         None, with nothing done, if this is no good moment: there is no gradient, or it is not finite, so that there is
         nothing to compare.
         """
-        parameters = collection.parameters
+        parameters = buffer.parameters
         static = nest.map_tensors(lambda t: torch.empty_like(t, device=device).copy_(t), micro_batch)
         inputs = nest.detached(static)
-        kept = Kept(self._modules, device)
+        snapshot = Snapshot(self._modules, device)
         before: Sums | None = None
         is_done = False
         try:
-            collection.take()
+            buffer.take()
             terms = self._forward(inputs)
             is_any_low = check_precision(terms)
-            collection.put()
-            collection.in_units_of(self._scale[0] if is_any_low else 1.0)
+            buffer.put(self._scale[0] if is_any_low else 1.0)
             before = Sums((p, g.clone()) for p, g in taken(parameters).items())  # they may lie in the buffers
             numbers = (1.0,) if is_any_low else self._scale
-            seeds = [self._precision.seed(*pair).clone() for pair in zip(numbers, terms, strict=True)]
-            self._precision.backward(terms, numbers)
-            collection.part()
+            seeds = [self._eager.seed(*pair).clone() for pair in zip(numbers, terms, strict=True)]
+            self._eager.run(terms, numbers)
+            buffer.unalias()
             expected = taken(parameters)
             losses = [term.detach().reshape(()).clone() for term in terms]
             strangers = weakly(leaves_of(*terms).difference(parameters, nest.tensors(inputs)))
             del terms
-            self._check(kept, expected, strangers)
+            self._check(snapshot, expected, strangers)
             if not (expected and math.isfinite(norm := arithmetic.norm(expected))):
                 return None
-            kept.restore()
+            snapshot.restore()
             recorded = self._record(static, seeds, losses, expected, device, pool, is_any_low)
-            kept.restore()
-            recorded.replay(micro_batch, self._scale, collection)
+            snapshot.restore()
+            recorded.replay(micro_batch, self._scale, buffer)
             self._compare(recorded, expected, losses, norm)
             for p, g in before.items():
                 p.grad = g if p.grad is None else p.grad.add_(g)
-            collection.added()
+            buffer.keep()
             is_done = True
             return recorded
         finally:
             if not is_done:  # as if nothing had happened
-                kept.restore()
+                snapshot.restore()
                 if before is not None:
                     for p in parameters:
                         p.grad = before.get(p)
-                    collection.added()
+                    buffer.keep()
 
     def _record(
         self,
@@ -179,7 +178,7 @@ class Pass:
                 work()  # what is compiled may be compiled anew, and waits for the device then
             with no_waiting():
                 work()
-        return Recorded(record(work, device, pool()), static, seeds, outputs, buffers, is_any_low, self._precision)
+        return Recorded(record(work, device, pool()), static, seeds, outputs, buffers, is_any_low, self._eager)
 
     def _gradients_of(self, terms: Terms, seeds: list[Tensor], leaves: list[Tensor]) -> Sequence[Tensor]:
         """What a backward pass would add, which is done for all of them at once."""
@@ -198,7 +197,7 @@ class Pass:
     def _counted(self, terms: Terms) -> list[int]:
         return [t for t, scale in enumerate(self._scale) if scale and terms[t].requires_grad]
 
-    def _check(self, kept: Kept, found: Sums, strangers: list[Any]) -> None:
+    def _check(self, snapshot: Snapshot, found: Sums, strangers: list[Any]) -> None:
         """Refuses what a replay would leave out."""
         if sparse := [p for p, g in found.items() if g.is_sparse]:
             raise CaptureError(
@@ -211,17 +210,17 @@ class Pass:
                 f"(one of shape {tuple(alive[0].shape)} first), which cannot be captured: call requires_grad_(False) "
                 "on them, or give them to the optimizer"
             )
-        if kept.has_drawn_on_host():
+        if snapshot.has_drawn_on_host():
             raise CaptureError(
                 "the loss draws random numbers on the host, and a captured pass would not draw them anew: "
                 "draw them on the device, for example torch.rand((), device=…)"
             )
-        if replaced := kept.replaced():
+        if replaced := snapshot.replaced():
             raise CaptureError(
                 f"the loss puts new tensors in place of {len(replaced)} that modules have ({replaced[0]} first), and a "
                 "captured pass would read the old ones each time: change them in place, for example with copy_()"
             )
-        if num_moved := kept.num_moved():
+        if num_moved := snapshot.num_moved():
             raise CaptureError(
                 f"the loss changes {num_moved} parameters that are not trained, which cannot be undone to capture it: "
                 "change them between steps, or make them buffers"
@@ -243,14 +242,14 @@ class Pass:
             )
 
     def _tolerance(self, found: Sums) -> float:
-        if torch.is_autocast_enabled("cuda") or self._precision.dtype is not None:
+        if torch.is_autocast_enabled("cuda") or self._eager.precision.dtype is not None:
             return LOW_TOLERANCE
         return max(TOLERANCE.get(p.dtype, LOW_TOLERANCE) for p in found)
 
 
 def check_precision(terms: Terms) -> bool:
     """Whether the loss is in low precision."""
-    is_any_low = any(map(is_low, terms))
+    is_any_low: bool = is_low(terms)
     if is_any_low and len(terms) > 1:
         raise CaptureError(f"a loss of {len(terms)} terms in low precision cannot be captured: return them in float32")
     return is_any_low
@@ -281,11 +280,7 @@ def is_held(parameter: Tensor) -> bool:
 @contextmanager
 def standing_in(modules: Sequence[nn.Module], leaves: dict[Tensor, Tensor]) -> Iterator[None]:
     """Inside, modules have other parameters in place of their own."""
-    places: list[tuple[Any, Any, Any]] = []
-    for module in modules:
-        places += [(module._parameters, name, p) for name, p in module._parameters.items()]
-        weights: Any = getattr(module, "_flat_weights", ())  # recurrent layers have a list of their own
-        places += [(weights, number, p) for number, p in enumerate(weights)]
+    places = [place for module in modules for place in places_of_parameters(module)]
     for place, name, p in places:
         place[name] = leaves.get(p, p)
     try:

@@ -14,11 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ...core.errors import GradientError, LossError, OptionError, OrderError
 from ...core.weight import Terms
 from .. import internals
-from ..gradient_buffer import Collection
-from ..gradients import Gradients
+from ..gradients import GradientBuffer, Gradients
 from .other_models import Others
 from .ranks import Shared, check_group
-from .totals import Agreed, Agreement, Share
+from .totals import Agreed, LocalCounts, Totals
 
 _NOT_ALL_USED = (
     "DistributedDataParallel cannot reduce the gradients of a window that used only some of the parameters: "
@@ -107,22 +106,22 @@ class DataParallel(Shared):
         internals.ddp_reset(self._model)
         self._is_waiting = self._has_failed = False
 
-    def agree(self, share: Share) -> Agreed:
+    def agree(self, share: LocalCounts) -> Agreed:
         """If one rank has reset DDP, all do: its buckets are rebuilt, in which all ranks take part."""
         self._forget()
         agreed = super().agree(share._replace(is_unfinished=self._has_forgotten))
 
         @functools.cache
-        def then() -> Agreement:
-            agreement = agreed()
-            if agreement.is_unfinished:
+        def then() -> Totals:
+            totals = agreed()
+            if totals.is_unfinished:
                 self._reset()
                 self._has_forgotten = False
-            return agreement
+            return totals
 
         return then
 
-    def meet(self, weight: Terms) -> Terms:
+    def sync_ranks(self, weight: Terms) -> Terms:
         self._forget()
         return ()
 
@@ -137,7 +136,7 @@ class DataParallel(Shared):
             agreed()  # if DDP is to be reset, then before the pass that reduces
         return is_last
 
-    def see_loss(self, *, is_low: bool) -> None:
+    def check_loss_dtype(self, *, is_low: bool) -> None:
         """A loss in low precision gets its weight after the backward pass, so that pass must not reduce."""
         if is_low and self._is_waiting:
             raise LossError(
@@ -166,14 +165,13 @@ class DataParallel(Shared):
             raise GradientError(_NOT_ALL_USED) from error
         self._is_reduced, self._is_waiting = True, False
 
-    def complete(self, collection: Collection, *, is_whole: bool = True) -> None:
+    def complete(self, buffer: GradientBuffer, *, is_whole: bool = True) -> None:
         if not self._is_reduced:
-            self._add_nothing(collection, is_whole=is_whole)
-        self._used = [p for p in collection.parameters if p.grad is not None][:1]
+            self._add_nothing(buffer, is_whole=is_whole)
+        self._used = [p for p in buffer.parameters if p.grad is not None][:1]
 
-    def _add_nothing(self, collection: Collection, *, is_whole: bool) -> None:
-        collection.in_units_of(1.0)
-        held = [p for p in collection.parameters if p in self._reduced]
+    def _add_nothing(self, buffer: GradientBuffer, *, is_whole: bool) -> None:
+        held = [p for p in buffer.parameters if p in self._reduced]
         used = [p for p in held if p.grad is not None]
         parameters: list[Tensor] = [p for p in self._model.parameters() if p in self._reduced]
         if self._model.find_unused_parameters:  # a parameter without a gradient on any rank keeps none

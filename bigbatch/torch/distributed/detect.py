@@ -2,16 +2,15 @@
 
 from __future__ import annotations  # some builds of torch have no process groups
 
-import warnings
 from typing import Any, get_args
 
 import torch.distributed as dist
 from torch import nn
 
-from ...core.errors import BigBatchWarning, OptionError
+from ...core.errors import OptionError, warn
 from .. import internals
 from ..gradients import Gradients
-from .ranks import Reduce, Replicas
+from .ranks import Ranks, Reduce
 
 _REMEDY = {
     "DistributedDataParallel": "is a part of the model: wrap the whole model in it",
@@ -21,7 +20,7 @@ _REMEDY = {
 }
 
 
-def replicas_of(model: nn.Module, gradients: Gradients, group: dist.ProcessGroup | None, reduce: Reduce) -> Replicas:
+def ranks_of(model: nn.Module, gradients: Gradients, group: dist.ProcessGroup | None, reduce: Reduce) -> Ranks:
     """How this model's ranks work together. Raises OptionError if they could not give the whole batch's gradient."""
     if reduce not in get_args(Reduce):
         raise OptionError(f'reduce={reduce!r} is unknown: pass "window" or "micro_batch"')
@@ -43,13 +42,11 @@ def replicas_of(model: nn.Module, gradients: Gradients, group: dist.ProcessGroup
             "DistributedDataParallel, or call fully_shard"
         )
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        warnings.warn(
+        warn(
             f"the model is a plain {type(model).__name__}, so each of {dist.get_world_size()} ranks trains its own: "
-            "wrap it in DistributedDataParallel, or call fully_shard, to train it together",
-            BigBatchWarning,
-            stacklevel=4,
+            "wrap it in DistributedDataParallel, or call fully_shard, to train it together"
         )
-    return Replicas()
+    return Ranks()
 
 
 def _kinds_in(model: nn.Module) -> set[str]:

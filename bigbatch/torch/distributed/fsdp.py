@@ -16,14 +16,13 @@ from ...core.errors import LossError, OptionError, OrderError, StateError, Weigh
 from ...core.weight import Terms
 from .. import batch as nest
 from .. import internals
-from ..gradient_buffer import Collection
-from ..gradients import Gradients
+from ..gradients import GradientBuffer, Gradients
 from ..precision import LOW
-from ..weight import read
+from ..window import read
 from .other_models import Others
 from .ranks import Reduce, Shared, check_group
 from .shards import local
-from .totals import Agreed, Agreement, Share
+from .totals import Agreed, LocalCounts, Totals
 
 _REMEDY = (
     "keep parameters in float32 and pass fully_shard "
@@ -136,14 +135,14 @@ class Sharded(Shared):
         self._model.set_requires_gradient_sync(is_last)
         self._model.set_is_last_backward(is_last)
 
-    def see_loss(self, *, is_low: bool) -> None:
+    def check_loss_dtype(self, *, is_low: bool) -> None:
         if is_low:
             raise LossError(
                 "the loss is in low precision, which would round the weights of micro-batches: "
                 "return it in float32, for example loss.float()"
             )
 
-    def complete(self, collection: Collection, *, is_whole: bool = True) -> None:
+    def complete(self, buffer: GradientBuffer, *, is_whole: bool = True) -> None:
         if self.holds_gradients and not self._is_reduced:
             internals.fsdp_reduce(self._model)
             self._is_reduced = True
@@ -163,10 +162,10 @@ class Sharded(Shared):
 
     # --- one micro-batch at a time -----------------------------------------------------------------------
 
-    def telling_before_meeting(self) -> AbstractContextManager[None]:
-        return self.telling()
+    def raise_on_all_ranks_before_sync(self) -> AbstractContextManager[None]:
+        return self.raise_on_all_ranks()
 
-    def meet(self, weight: Terms) -> Terms:
+    def sync_ranks(self, weight: Terms) -> Terms:
         """Waits for the other ranks, which all take part in a pass; returns the reference for weights.
 
         All ranks need the same reference, since sums inside of the model cannot be rescaled.
@@ -176,22 +175,22 @@ class Sharded(Shared):
                 f'a loss of {len(weight)} terms cannot be fed one micro-batch at a time with reduce="window", which '
                 'keeps one sum for all of them: pass reduce="micro_batch", or use step()'
             )
-        with self.telling():
+        with self.raise_on_all_ranks():
             own = read([weight])[0]
             if not all(own):
                 raise WeightError(
                     f"a micro-batch has the weight {own}, and a loss that counts zero is not run on this rank alone: "
                     "with fully_shard leave it out on all ranks, or use step()"
                 )
-        agreement = self.agree(Share(own, num_passes=1))()
-        passes = agreement.num_passes
+        totals = self.agree(LocalCounts(own, num_passes=1))()
+        passes = totals.num_passes
         if not all(passes):
             raise OrderError(
                 f"{passes.count(0)} of {self.size} ranks (rank {passes.index(0)} first) have "
                 "no micro-batch while others do: with fully_shard give every rank equally many, or use step(), which "
                 "does not need that"
             )
-        return tuple(total / self.size for total in agreement.total)
+        return tuple(total / self.size for total in totals.total)
 
     def check_saving(self, num_micro_batches: int) -> None:
         if self.holds_gradients:
@@ -200,10 +199,10 @@ class Sharded(Shared):
                 'save after a step, or pass reduce="micro_batch"'
             )
 
-    def check_met(self, agreement: Agreement, *, has_window: bool) -> None:
-        if any(agreement.num_passes) and (has_window or not agreement.num_micro_batches):
+    def check_in_sync(self, totals: Totals, *, has_window: bool) -> None:
+        if any(totals.num_passes) and (has_window or not totals.num_micro_batches):
             raise OrderError(
-                f"rank {self.rank} ends its window while {sum(agreement.num_passes)} of {self.size} ranks go on: with "
+                f"rank {self.rank} ends its window while {sum(totals.num_passes)} of {self.size} ranks go on: with "
                 "fully_shard give every rank equally many micro-batches, or use step(), which does not need that"
             )
 

@@ -6,14 +6,13 @@ micro-batches than others would wait for them forever.
 
 import functools
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ...core.errors import BigBatchWarning
+from ...core.errors import warn
 from .. import internals
 
 _here = threading.local()
@@ -53,12 +52,10 @@ class Others:
         model.reducer = internals.ReducerWithoutRebuild(model.reducer)
         if is_reducing and not self._has_warned and any(p.requires_grad for p in model.parameters()):
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"the loss goes through another model in DistributedDataParallel (a {type(model.module).__name__}), "
                 "which is not reduced over ranks here: zero its gradients before its own step, as a GAN does, or "
-                "train both models as one module in one DistributedDataParallel",
-                BigBatchWarning,
-                stacklevel=2,
+                "train both models as one module in one DistributedDataParallel"
             )
 
 

@@ -13,25 +13,24 @@ from torch.amp import GradScaler
 
 from ...core.errors import OptionError, OrderError, RankError
 from ...core.weight import Terms
-from ..gradient_buffer import Collection
-from ..gradients import Gradients
+from ..gradients import GradientBuffer, Gradients
 from ..window import fetch_weighted, weighted_now
-from .totals import Agreed, Agreement, Share, alone, exchange
+from .totals import Agreed, LocalCounts, Totals, exchange
 
 Reduce = Literal["window", "micro_batch"]
 
 
-class Replicas:
+class Ranks:
     """A model that one process trains alone, and what is asked of one that several share.
 
     A step goes like this on every rank, with or without data of its own:
 
-        with replicas.telling():                        # what is refused here is refused on all ranks
-            replicas.check(…)
-        agreed = replicas.agree(share)                  # a small reduction, waited for when it is needed
-        with replicas.passing(is_last=…):               # around forward and backward of every micro-batch
+        with ranks.raise_on_all_ranks():                        # what is refused here is refused on all ranks
+            ranks.check(…)
+        agreed = ranks.agree(share)                  # a small reduction, waited for when it is needed
+        with ranks.passing(is_last=…):               # around forward and backward of every micro-batch
             …
-        replicas.complete(collection)                   # what was collected is now that of all ranks
+        ranks.complete(buffer)                   # what was collected is now that of all ranks
     """
 
     is_shared = False
@@ -46,15 +45,23 @@ class Replicas:
     """Something to go through the model with, for a rank that has nothing itself."""
     _nothing: AbstractContextManager[None] = nullcontext()
 
-    def agree(self, share: Share) -> Agreed:
-        return alone(share)
+    def agree(self, share: LocalCounts) -> Agreed:
+        """Starts the exchange of the counts; what it returns waits for the totals, if they have not come yet."""
+        totals = Totals(
+            share.total or (0,),
+            (share.num_passes,),
+            share.num_micro_batches,
+            share.is_ending,
+            num_hooks=(share.num_hooks,),
+        )
+        return lambda: totals
 
-    def telling(self) -> AbstractContextManager[None]:
+    def raise_on_all_ranks(self) -> AbstractContextManager[None]:
         """Around what may refuse its input before the ranks agree: the others hear of it."""
         return self._nothing
 
-    def telling_before_meeting(self) -> AbstractContextManager[None]:
-        """The same around what comes before `meet`, where ranks meet."""
+    def raise_on_all_ranks_before_sync(self) -> AbstractContextManager[None]:
+        """The same around what comes before `sync_ranks`, where ranks meet."""
         return self._nothing
 
     def check(self, gradients: Gradients, weights: Sequence[Terms] = ()) -> None:
@@ -78,10 +85,10 @@ class Replicas:
     def passing(self, *, is_last: bool) -> AbstractContextManager[None]:
         return self._nothing
 
-    def see_loss(self, *, is_low: bool) -> None:
+    def check_loss_dtype(self, *, is_low: bool) -> None:
         """Between forward and backward: a loss in low precision gets its weight after its backward pass."""
 
-    def complete(self, collection: Collection, *, is_whole: bool = True) -> None:
+    def complete(self, buffer: GradientBuffer, *, is_whole: bool = True) -> None:
         """Reduces the gradients if no pass has; `is_whole` if no pass of this rank left out a term."""
 
     def drop(self) -> None:
@@ -91,11 +98,11 @@ class Replicas:
         """Around a pass that must not show in running statistics."""
         return self._nothing
 
-    def meet(self, weight: Terms) -> Terms:
+    def sync_ranks(self, weight: Terms) -> Terms:
         """Before a micro-batch that is fed by itself; what weights are measured by, if ranks must have it in common."""
         return ()
 
-    def check_met(self, agreement: Agreement, *, has_window: bool) -> None:
+    def check_in_sync(self, totals: Totals, *, has_window: bool) -> None:
         """Refuses to end a window that other ranks go on with, if all must feed equally many micro-batches."""
 
     def check_saving(self, num_micro_batches: int) -> None:
@@ -112,7 +119,7 @@ class Replicas:
         """Where each rank has seen only a part of the gradient."""
 
 
-class Shared(Replicas):
+class Shared(Ranks):
     """A model that the ranks of a process group train together."""
 
     is_shared = True
@@ -130,7 +137,7 @@ class Shared(Replicas):
         has_host = "cpu" in dist.get_backend_config(group)
         self._host_group = group if has_host else _host_group(group)
 
-    def agree(self, share: Share) -> Agreed:
+    def agree(self, share: LocalCounts) -> Agreed:
         self._is_reduced = False
         return exchange(share, self._host_group)
 
@@ -142,12 +149,12 @@ class Shared(Replicas):
             )
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def raise_on_all_ranks(self) -> Iterator[None]:
         try:
             yield
         except Exception:
             with suppress(RankError):
-                exchange(Share(has_failed=True), self._host_group)()
+                exchange(LocalCounts(has_failed=True), self._host_group)()
             raise
 
     @contextmanager
@@ -166,10 +173,10 @@ class Shared(Replicas):
                 f"({gradients.name(strange[0])} first) are not reduced over ranks: have them in the model, trainable "
                 "and not ignored, when it is wrapped"
             )
-        gradients.refuse_foreign()
+        gradients.check_empty()
 
     def check_hooks(self, num_hooks: tuple[int, ...], *, has_changed: bool) -> None:
-        num_changed = exchange(Share(num_micro_batches=int(has_changed)), self._host_group)().num_micro_batches
+        num_changed = exchange(LocalCounts(num_micro_batches=int(has_changed)), self._host_group)().num_micro_batches
         if num_changed:
             raise RankError(
                 f"hooks of parameters changed the gradient on {num_changed} of {self.size} ranks, and ranks have "

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from ...core.errors import LossError, RankError
-from ...core.weight import Reduction, Terms
+from ...core.weight import Terms
 
 MAX_TERMS = 16
 """How many terms a loss may have where several ranks share it: a rank without data does not know how many."""
 
 
-class Share(NamedTuple):
+class LocalCounts(NamedTuple):
     """What one rank brings to a step."""
 
     total: Terms = ()
@@ -33,7 +33,7 @@ class Share(NamedTuple):
     """How many hooks its parameters have."""
 
 
-class Agreement(NamedTuple):
+class Totals(NamedTuple):
     """What all ranks together bring to a step."""
 
     total: Terms
@@ -47,27 +47,12 @@ class Agreement(NamedTuple):
     num_hooks: tuple[int, ...] = (0,)
     """By rank."""
 
-    def has_weight(self, reduction: Reduction) -> bool:
-        return any(self.total) or (reduction == "sum" and self.num_micro_batches > 0)
+
+Agreed = Callable[[], Totals]
+"""Waits for the totals, if it has not come yet."""
 
 
-Agreed = Callable[[], Agreement]
-"""Waits for the agreement, if it has not come yet."""
-
-
-def alone(share: Share) -> Agreed:
-    """Of one process that trains by itself."""
-    agreement = Agreement(
-        share.total or (0,),
-        (share.num_passes,),
-        share.num_micro_batches,
-        share.is_ending,
-        num_hooks=(share.num_hooks,),
-    )
-    return lambda: agreement
-
-
-def exchange(share: Share, group: dist.ProcessGroup) -> Agreed:
+def exchange(share: LocalCounts, group: dist.ProcessGroup) -> Agreed:
     """Starts the one small reduction of a step, which goes on while this rank does its work."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     num_terms = len(share.total)
@@ -84,7 +69,7 @@ def exchange(share: Share, group: dist.ProcessGroup) -> Agreed:
     work = dist.all_reduce(message, group=group, async_op=True)
 
     @functools.cache
-    def agreed() -> Agreement:
+    def agreed() -> Totals:
         work.wait()
         num_micro_batches, num_with_terms, num_all_terms, squares, *rest = message.tolist()
         passes, ending, failed, unfinished, hooks = (
@@ -101,7 +86,7 @@ def exchange(share: Share, group: dist.ProcessGroup) -> Agreed:
                 f"{num_with_terms:g} ranks: give every rank the same loss"
             )
         num = num_terms or (int(num_all_terms / num_with_terms) if num_with_terms else 1)
-        return Agreement(
+        return Totals(
             tuple(int(t) if t.is_integer() else t for t in rest[:num]),
             tuple(map(int, passes)),
             int(num_micro_batches),

@@ -1,7 +1,6 @@
 """Recognises a time-major batch: its leading axis is time, so cutting it cuts sequences instead of samples."""
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ...core.errors import BatchError, BigBatchWarning
+from ...core.errors import BatchError, warn
 from ...core.window import cuts
 from .. import batch as nest
 from ..internals import is_compiled, own_buffers
@@ -180,7 +179,8 @@ class TimeAxis:
     """Watches the first pass of the first window that has several micro-batches, to find batches cut along time.
 
         axis.begin(micro_batches, …)        # once a window
-        loss = axis.watched(loss)           # once a micro-batch; the same loss except for the first one
+        if axis.is_watching:                # before its first micro-batch
+            loss = axis.watched(loss)
 
     If the batch was cut along time, BatchError is raised before anything has changed. A `Window` of micro-batches was
     not cut; if these are weighted by their leading axis, and that is time, there is a warning.
@@ -194,25 +194,24 @@ class TimeAxis:
         self._model = model
         self._can_run_twice = can_run_twice
         self._has_looked = False
-        self._is_watching = False
+        self.is_watching = False
         self._is_cut = True
 
     @functools.cached_property
-    def _has_layers(self) -> bool:
+    def has_layers(self) -> bool:
         return bool(_layers(self._model))
 
     def begin(self, micro_batches: Sequence[Any], *, is_cut: bool, is_counted: bool) -> None:
         """Before a window. `is_counted`: whether the weight of a micro-batch is the size of its leading axis."""
-        self._is_watching = False
-        if self._has_looked or len(micro_batches) < 2 or not (is_cut or is_counted) or not self._has_layers:
+        self.is_watching = False
+        if self._has_looked or len(micro_batches) < 2 or not (is_cut or is_counted):
             return
         self._is_cut = is_cut
-        self._is_watching = is_cut or len(set(map(_shapes, micro_batches))) > 1  # else their weights are equal
+        self.is_watching = is_cut or len(set(map(_shapes, micro_batches))) > 1  # else their weights are equal
 
     def watched(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        if not self._is_watching:
-            return loss
-        self._is_watching, self._has_looked = False, True
+        """The same loss, which looks at the layers while it is computed."""
+        self.is_watching, self._has_looked = False, True
 
         def watched(model: nn.Module, micro_batch: Any) -> Any:
             other = _resized(micro_batch)  # before the loss changes it
@@ -233,11 +232,9 @@ class TimeAxis:
         if self._is_cut:
             self._has_looked = False  # so that the next batch is refused too
             raise BatchError(_sentence(call, micro_batch))
-        warnings.warn(
+        warn(
             f"micro-batches count by their leading axis, which is time: one of {nest.batch_size(micro_batch)} rows "
-            f"{call.arrives()}; pass weight=…, for example weight=lambda batch: batch[0].size(1), or {call.remedy()}",
-            BigBatchWarning,
-            stacklevel=7,
+            f"{call.arrives()}; pass weight=…, for example weight=lambda batch: batch[0].size(1), or {call.remedy()}"
         )
 
 

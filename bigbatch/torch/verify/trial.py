@@ -17,12 +17,12 @@ from ...core.window import Window, cuts
 from .. import batch as nest
 from .. import hooks
 from ..accumulator import Accumulator
-from ..checks import batch_norms, check_loss
-from ..gradient_buffer import leaves_of
+from ..backward import Loss, check_loss
+from ..checks import batch_norms
+from ..gradients import leaves_of
 from ..internals import BatchNorm, Dropout
-from ..passes import Loss
 from ..random import RandomState, cuda_devices_of
-from ..weight import Weight, weigh
+from ..window import Weight, weigh
 from .draws import Recording, Replay
 from .foreign import Steps, as_array
 from .time_major import cut_along_axis_1, cut_along_time

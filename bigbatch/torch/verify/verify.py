@@ -14,11 +14,11 @@ from ...core.verify.result import Verification
 from ...core.weight import Reduction
 from .. import batch as nest
 from .. import hooks
+from ..backward import Loss
 from ..internals import HOOKS_AFTER, HOOKS_BEFORE, uncompiled
-from ..passes import Loss
 from ..random import random_state_kept
-from ..transfer import Transfer
-from ..weight import Weight
+from ..transfer import transfer_for
+from ..window import Weight
 from .trial import Trial
 
 
@@ -66,7 +66,9 @@ def verify(
     def compared(dtype: torch.dtype) -> Verification:
         with random_state_kept(model):
             twin = _copied(model, dtype)
-            own = Transfer(list(twin.parameters())).brought(_cast_to(batch, dtype))
+            transfer, own = transfer_for(list(twin.parameters())), _cast_to(batch, dtype)
+            if transfer is not None:
+                own = transfer.brought(own)
             trial = Trial(twin, own, loss, micro_batch_size, weight, reduction, is_training=model.training)
             try:
                 found = audit_loop(trial, step, tolerance) if step else audit(trial, tolerance)
@@ -105,7 +107,7 @@ def _copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for tensor in [*twin.parameters(), *twin.buffers()]:
         tensor.data = _cast_to(tensor.data, dtype)
     for own, (name, parameter) in zip(twin.parameters(), model.named_parameters(), strict=True):
-        hooks.refuse_multi_grad(parameter, name)
+        hooks.check_no_multi_grad(parameter, name)
         _copy_hooks(parameter, own)
     return twin
 

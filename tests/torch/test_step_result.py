@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bigbatch import BigBatchWarning, NonFiniteError
 from bigbatch.torch import Accumulator, update
 from bigbatch.torch import sums as arithmetic
-from bigbatch.torch.step_result import Later, can_be_skipped_on_device
+from bigbatch.torch.step_result import PendingResult, can_be_skipped_on_device
 from bigbatch.torch.sums import Sums
 
 
@@ -40,7 +40,7 @@ def test_fused_sgd_has_its_momentum_before_a_step_is_left_out() -> None:
 
 
 def test_fused_sgd_makes_momentum_of_nothing_when_its_first_step_is_left_out() -> None:
-    """Why it is not trusted with that. If this fails, torch has mended it and `lacks_momentum` can go."""
+    """Why it is not trusted with that. If this fails, torch has mended it and `_lacks_momentum` can go."""
     parameter = nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5, fused=True)
     skipped(optimizer, parameter)
@@ -73,7 +73,7 @@ def test_clipping_by_a_norm_that_nobody_waits_for_keeps_float64() -> None:
     assert float((at_once - later).abs().max()) <= 1e-16
 
 
-class OnHost(Later):
+class OnHost(PendingResult):
     """Known when somebody asks, without a GPU."""
 
     def __init__(self, norms: Tensor, total: Tensor, *, if_applied: Any, if_skipped: Any) -> None:
@@ -84,8 +84,8 @@ class OnHost(Later):
 
 def test_a_warning_that_is_an_error_loses_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step before is known to be bad only after the next one was applied, which counts."""
-    monkeypatch.setattr(update, "Later", OnHost)
-    monkeypatch.setattr(Accumulator, "_need_not_wait", lambda *_: True)
+    monkeypatch.setattr(update, "PendingResult", OnHost)
+    monkeypatch.setattr(update.Update, "_need_not_wait", lambda *_: True)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     accumulator = Accumulator(model, optimizer, lambda model, x: model(x).mean(), 2, max_skipped=2)

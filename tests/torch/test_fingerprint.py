@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch.torch.capture.fingerprint import modules_of, surroundings
+from bigbatch.torch.capture.fingerprint import modules_of, fingerprint
 
 from .training import alone
 
@@ -77,31 +77,31 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_seen(name: str) -> None:
     model = Net()
-    before = surroundings(model, loss)
-    assert surroundings(model, loss) == before
+    before = fingerprint(model, loss)
+    assert fingerprint(model, loss) == before
     CHANGES[name](model)
-    assert surroundings(model, loss) != before
+    assert fingerprint(model, loss) != before
 
 
 def test_one_hook_in_place_of_another_is_seen() -> None:
     model = Net()
     handle = model.layer.register_forward_hook(lambda *_: None)
-    before = surroundings(model, loss)
+    before = fingerprint(model, loss)
     handle.remove()
     model.layer.register_forward_hook(lambda *_: None)
-    assert surroundings(model, loss) != before
+    assert fingerprint(model, loss) != before
 
 
 def test_what_is_no_change_is_not_seen() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = surroundings(model, loss)
+    before = fingerprint(model, loss)
     change_global("mean", mean + 1)
     loss(model, torch.ones(4, 3)).backward()
     optimizer.step()
     model.mask.mul_(2)
     optimizer.zero_grad()
-    assert surroundings(model, loss) == before
+    assert fingerprint(model, loss) == before
 
 
 def test_a_tensor_that_each_pass_makes_for_itself_is_no_change() -> None:
@@ -112,11 +112,11 @@ def test_a_tensor_that_each_pass_makes_for_itself_is_no_change() -> None:
 
     model = Keeps()
     loss(model, torch.ones(4, 3))
-    before = surroundings(model, loss)
+    before = fingerprint(model, loss)
     first = model.auxiliary
     loss(model, torch.ones(4, 3))
     assert model.auxiliary is not first
-    assert surroundings(model, loss) == before
+    assert fingerprint(model, loss) == before
 
 
 class Trainer:
@@ -151,24 +151,24 @@ class Slotted:
 
 def test_a_method_is_seen_by_what_it_uses() -> None:
     model, trainer = Net(), Trainer()
-    before = surroundings(model, trainer.loss)
+    before = fingerprint(model, trainer.loss)
     trainer.trained()
-    assert surroundings(model, trainer.loss) == before
+    assert fingerprint(model, trainer.loss) == before
     trainer.factor = 2.0
-    assert surroundings(model, trainer.loss) != before
-    before = surroundings(model, trainer.loss)
+    assert fingerprint(model, trainer.loss) != before
+    before = fingerprint(model, trainer.loss)
     trainer.criterion.label_smoothing = 0.2
-    assert surroundings(model, trainer.loss) != before
+    assert fingerprint(model, trainer.loss) != before
 
 
 def test_callable_objects_and_partial_functions() -> None:
     model, slotted = Net(), Slotted()
     weighted = partial(lambda model, x, weights: model(x).mean() * weights[0], weights=[1.0])
-    before = [surroundings(model, found) for found in (slotted, weighted)]
+    before = [fingerprint(model, found) for found in (slotted, weighted)]
     slotted.factor = 2.0
     weighted.keywords["weights"][0] = 2.0
-    assert surroundings(model, slotted) != before[0]
-    assert surroundings(model, weighted) != before[1]
+    assert fingerprint(model, slotted) != before[0]
+    assert fingerprint(model, weighted) != before[1]
 
 
 def test_modules_that_the_loss_brings_along_are_found() -> None:
@@ -186,21 +186,21 @@ def test_where_in_a_window_ddp_is_does_not_matter(tmp_path: Path) -> None:
         def closing(_: nn.Module, x: Tensor) -> Tensor:
             return shared(x).mean()
 
-        before = surroundings(model, closing)
+        before = fingerprint(model, closing)
         with shared.no_sync():
             closing(model, torch.ones(4, 3)).backward()
-            assert surroundings(model, closing) == before
+            assert fingerprint(model, closing) == before
         model.pair = (3.0, 2.0)
-        assert surroundings(model, closing) != before
+        assert fingerprint(model, closing) != before
 
 
 def test_a_model_of_many_parts_is_looked_into() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100)))
-    before = surroundings(model, loss)
-    assert surroundings(model, loss) == before
+    before = fingerprint(model, loss)
+    assert fingerprint(model, loss) == before
     model[90].weight.requires_grad_(False)
-    assert surroundings(model, loss) != before
+    assert fingerprint(model, loss) != before
     model[90].weight.requires_grad_(True)
-    assert surroundings(model, loss) == before
+    assert fingerprint(model, loss) == before
     model[95].weight.data = model[95].weight.data.clone()
-    assert surroundings(model, loss) != before
+    assert fingerprint(model, loss) != before
