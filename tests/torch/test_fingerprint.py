@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch.torch.capture.fingerprint import modules_of, fingerprint
+from bigbatch.torch.capture.fingerprint import fingerprint, modules_of
 
 from .training import alone
 
