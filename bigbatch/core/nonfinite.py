@@ -1,14 +1,19 @@
 """What happens when a gradient or a loss is not finite: the policy and its messages, for every framework."""
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .errors import NonFiniteError, OrderError, warn
-from .options import Option, check_on_nonfinite, check_size
+from .options import Option, check_choice, check_size
 from .weight import Terms
 
 OnNonFinite = Literal["skip", "raise", "stop"]
 REMEDY = "look at the data of that step, lower the learning rate, or clip the gradient"
+
+
+def check_on_nonfinite(name: str, value: Any) -> Any:
+    """Returns the value; raises OptionError unless it is "skip", "raise" or "stop"."""
+    return check_choice(name, value, get_args(OnNonFinite))
 
 
 class NonFinite:

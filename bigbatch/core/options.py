@@ -63,12 +63,12 @@ class OptionOf:
 
     Args:
         part: The attribute with the part.
-        doc: What `help(Accumulator)` says about it.
+        before_change: Called with the object and the name before another value is set; it may raise OptionError.
     """
 
-    def __init__(self, part: str, doc: str | None = None) -> None:
+    def __init__(self, part: str, before_change: Callable[[Any, str], None] | None = None) -> None:
         self._part = part
-        self.__doc__ = doc
+        self._before_change = before_change
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -77,7 +77,10 @@ class OptionOf:
         return self if instance is None else getattr(getattr(instance, self._part), self._name)
 
     def __set__(self, instance: Any, value: Any) -> None:
-        setattr(getattr(instance, self._part), self._name, value)
+        part = getattr(instance, self._part)
+        if self._before_change is not None and value != getattr(part, self._name):
+            self._before_change(instance, self._name)
+        setattr(part, self._name, value)
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
@@ -121,8 +124,3 @@ def check_size(name: str, value: Any) -> int | None:
 def check_steps(name: str, value: Any) -> Any:
     """For accumulation_steps: None, a whole number of at least 1, or a function of the step number."""
     return value if callable(value) else check_size(name, value)
-
-
-def check_on_nonfinite(name: str, value: Any) -> Any:
-    """For on_nonfinite: "skip", "raise" or "stop"."""
-    return check_choice(name, value, ("skip", "raise", "stop"))

@@ -34,9 +34,10 @@ import numbers
 import reprlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from .errors import LossError, OptionError, WeightError
+from .errors import LossError, WeightError
+from .options import check_choice
 
 Reduction = Literal["mean", "sum"]
 Terms = tuple[Any, ...]
@@ -186,5 +187,4 @@ def check_terms(num_losses: int, num_weights: int) -> None:
 
 def check_reduction(reduction: str) -> None:
     """Raises OptionError unless reduction is "mean" or "sum"."""
-    if reduction not in ("mean", "sum"):
-        raise OptionError(f'reduction={reduction!r} is unknown: pass "mean" or "sum"')
+    check_choice("reduction", reduction, get_args(Reduction))

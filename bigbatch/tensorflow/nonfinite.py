@@ -6,7 +6,8 @@ from typing import Any, Literal, NamedTuple
 import tensorflow as tf
 
 from ..core.errors import NonFiniteError, OptionError, OrderError
-from ..core.options import Option, check_on_nonfinite, check_size
+from ..core.nonfinite import check_on_nonfinite
+from ..core.options import Option, check_size
 from . import checks
 
 OnNonFinite = Literal["skip", "raise", "stop"]

@@ -210,7 +210,7 @@ class Update:
             self._precision.device == "cuda"
             and self.scheduler is None
             and self._scaler is None
-            and self._nonfinite.on_nonfinite == "skip"
+            and not self._nonfinite.needs_finite_loss
             and not self._ranks.is_sharded
             and len({p.get_device() for p in sums}) == 1
             and can_be_skipped_on_device(self._optimizer, sums)

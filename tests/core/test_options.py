@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from bigbatch import OptionError
-from bigbatch.core.options import Fixed, Option, check_choice, check_clip, check_on_nonfinite, check_size, check_steps
+from bigbatch.core.nonfinite import check_on_nonfinite
+from bigbatch.core.options import Fixed, Option, OptionOf, check_choice, check_clip, check_size, check_steps
 
 
 class Holder:
@@ -82,3 +83,27 @@ def test_options_are_copied_with_their_owner(copied: Any) -> None:
     assert (holder.clip_norm, holder.reduction) == (2, "sum")
     with pytest.raises(OptionError, match="reduction cannot be changed"):
         holder.reduction = "mean"
+
+
+def test_an_option_of_a_part_is_checked_there_and_refused_by_the_whole() -> None:
+    def refuse(whole: Any, name: str) -> None:
+        if whole.is_closed:
+            raise OptionError(f"{name} cannot be changed any more")
+
+    class Whole:
+        clip_norm = OptionOf("part", before_change=refuse)
+        is_closed = False
+
+        def __init__(self) -> None:
+            self.part = Holder(2)
+
+    whole = Whole()
+    whole.clip_norm = 0.5
+    assert whole.clip_norm == whole.part.clip_norm == 0.5
+    with pytest.raises(OptionError, match="pass a number above 0, or None"):
+        whole.clip_norm = -1
+    whole.is_closed = True
+    with pytest.raises(OptionError, match=r"^clip_norm cannot be changed any more$"):
+        whole.clip_norm = 1
+    whole.clip_norm = 0.5  # no change
+    assert whole.part.clip_norm == 0.5
