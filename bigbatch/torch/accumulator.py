@@ -31,7 +31,7 @@ from .sums import Sums
 from .transfer import transfer_for
 from .update import Losses, Update
 from .verify.time_major import TimeAxis
-from .window import Cut, MicroBatch, PartialWindow, Shares, Weight, check_weights, on_host, read, weigh
+from .window import Cut, MicroBatch, PartialWindow, Shares, Weight, check_weights, on_host, read, weigh, where
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -393,7 +393,7 @@ class Accumulator:
         reference = self._ranks.sync_ranks(terms) if self._ranks.is_shared else ()
         if window is None:
             scale = None if self.scaler is None else self._precision.loss_scale()
-            window = PartialWindow(Weights(self.reduction, reference), [Sums() for _ in terms], loss_scale=scale)
+            window = PartialWindow(Weights(self.reduction, reference, where), [Sums() for _ in terms], loss_scale=scale)
         return window
 
     def _feed(self, micro: MicroBatch, window: PartialWindow, losses: Terms, weight: Terms) -> None:

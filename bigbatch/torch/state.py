@@ -15,7 +15,7 @@ from .distributed.ranks import Ranks
 from .distributed.shards import like, local
 from .gradients import Gradients
 from .sums import Sums
-from .window import PartialWindow, read
+from .window import PartialWindow, read, where
 
 WindowState = dict[str, Any]
 _ASK = "pass what Accumulator.state_dict gave"
@@ -101,7 +101,7 @@ def load_window(state: WindowState, gradients: Gradients, reduction: Reduction) 
                 f"parameter {k} has the shape {tuple(saved)} in the state but {shape} in the optimizer: "
                 "load it into the same model and optimizer"
             )
-    weights = Weights(reduction)
+    weights = Weights(reduction, where=where)
     weights.weights = [tuple(weight) for weight in state["weights"]]
     weights.reference = tuple(state["reference"])
     loss_scale = state["loss_scale"]

@@ -18,6 +18,7 @@ from ..core.weight import (
     as_terms,
     check_terms,
     check_weight,
+    choose,
     from_terms,
     is_number,
     shares,
@@ -271,6 +272,11 @@ def check_weights(weights: Sequence[Terms]) -> None:
         check_terms(len(weights[0]), len(weight))
     for total in totals(weights):
         check_weight((total,), of=f"{len(weights)} micro-batches together")
+
+
+def where(condition: Any, value: Any, other: Any) -> Any:
+    """What core/weight.py chooses with: a weight that is still on a device is not waited for."""
+    return torch.where(condition, value, other) if isinstance(condition, Tensor) else choose(condition, value, other)
 
 
 def on_host(weight: Terms) -> Terms:

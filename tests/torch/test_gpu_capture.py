@@ -631,7 +631,8 @@ def test_memory_is_flat_and_that_of_a_micro_batch() -> None:
         return torch.cuda.max_memory_reserved()
 
     peak(4)
-    assert peak(64) <= 1.01 * peak(2)
+    # the allocator reserves blocks of 2 MiB and more; one tensor kept per micro-batch would be 62 * 4 MiB
+    assert peak(64) <= peak(2) + 2 * micro_batch.nbytes
 
 
 def test_nothing_is_waited_for_within_a_captured_window() -> None:

@@ -71,7 +71,7 @@ def test_nothing_is_waited_for_within_a_window() -> None:
     batch = data()
     for _ in range(2):
         accumulator.step(batch)
-    end = accumulator._finish
+    end = accumulator._update._finish
     seen = []
 
     def finish(sums: Any, *more: Any) -> Any:
@@ -79,7 +79,7 @@ def test_nothing_is_waited_for_within_a_window() -> None:
         seen.append(len(sums))
         return end(sums, *more)
 
-    accumulator._finish = finish  # type: ignore[method-assign]
+    accumulator._update._finish = finish  # type: ignore[method-assign]
     try:
         torch.cuda.set_sync_debug_mode("error")
         accumulator.step(batch)
