@@ -252,13 +252,13 @@ tensorflow: a sum divided by hand passes for a mean | tensorflow/distributed/is_
 jax: an array that should be cut goes whole | jax/verify/uncut.py | test-jax
 -         raise error from reason
 +         return
-verify: a mean of some groups is taken for one of all | core/verify/compare.py | test-torch
+verify: a mean of some groups is taken for one of all | core/verify/diagnosis.py | test-torch
 - if kind == "mean" and mix.is_unique and not mix.is_of_a_mean:
 + if kind == "mean" and mix.is_unique and not mix.is_unique:
-verify: a loss that is another each time is compared | core/verify/compare.py | test-torch
-- self.is_repeatable = self._agree(
-+ self.is_repeatable = True or self._agree(
-verify: every small difference is rounding | core/verify/compare.py | test-torch
+verify: a loss that is another each time is compared | core/verify/diagnosis.py | test-torch
+- self.is_repeatable = _agree(
++ self.is_repeatable = True or _agree(
+verify: every small difference is rounding | core/verify/diagnosis.py | test-torch
 - self.noise = max(own, moved) if moved < 1e-4 else own
 + self.noise = 1e-2
 cli: skipped steps advance the schedule | cli/run/train.py | test-cli

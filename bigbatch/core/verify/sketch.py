@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from .trial import Array
+
 SIZE = 8192
 
 

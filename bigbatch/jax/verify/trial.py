@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.errors import GradientError, LossError
-from ...core.verify.compare import Gradient, Loop, Rows, total_error_of
-from ...core.verify.diagnosis import Array
-from ...core.weight import shares, totals
+from ...core.verify.compare import total_error_of
+from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
 from ...core.window import cuts
 from ..batch import Arrays, Form, num_rows
 from ..internals import calls, dropout_off
@@ -127,8 +126,7 @@ class Trial:
 
     def _scales(self, run: WindowTrace, micro_batches: list[Arrays]) -> Array:
         weights = [tuple(map(float, run.weights(micro_batch))) for micro_batch in micro_batches]
-        total = totals(weights)
-        return np.array([shares(weight, total, self.reduction) for weight in weights])
+        return scales_of(weights, self.reduction)
 
     def notes(self) -> list[str]:
         if self.has_dropout:

@@ -10,9 +10,8 @@ import tensorflow as tf
 from ml_dtypes import finfo
 
 from ...core.errors import BigBatchWarning, OptionError
-from ...core.verify.compare import Gradient, Loop, Rows
-from ...core.verify.diagnosis import Array
-from ...core.weight import Reduction, Terms, as_terms, shares, totals
+from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
+from ...core.weight import Reduction, Terms, as_terms, shares
 from ...core.window import Window, cuts
 from .. import batch as nest
 from ..accumulator import Accumulator, Loss, Weight
@@ -91,9 +90,7 @@ class Trial:
         )
 
     def right_scales(self) -> Array:
-        weights = list(map(self._weight_of, self.micro_batches))
-        total = totals(weights)
-        return np.array([shares(weight, total, self.reduction) for weight in weights])
+        return scales_of([*map(self._weight_of, self.micro_batches)], self.reduction)
 
     def _weight_of(self, batch: Any) -> Terms:
         if self.weight is None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...core.verify.diagnosis import Array
+from ...core.verify.trial import Array
 
 
 class Steps:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import BigBatchWarning
-from ...core.verify.compare import Gradient, Loop, Rows
-from ...core.verify.diagnosis import Array
-from ...core.weight import Reduction, Terms, as_terms, shares, totals
+from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
+from ...core.weight import Reduction, Terms, as_terms
 from ...core.window import Window, cuts
 from .. import batch as nest
 from .. import hooks
@@ -160,8 +159,7 @@ class Trial:
         return list(self._loop_causes)
 
     def right_scales(self) -> Array:
-        total = totals(self._weights)
-        return np.array([shares(w, total, self.reduction) for w in self._weights])
+        return scales_of(self._weights, self.reduction)
 
     # --- what is known of the model --------------------------------------------------------------------------
 
@@ -232,6 +230,7 @@ class Trial:
     @contextmanager
     def without_dropout(self) -> Iterator[None]:
         """Puts all but BatchNorm into eval mode: attention and recurrent layers have dropout too."""
+        self.full()  # shows whether there is dropout
         if self._replay is None:
             yield
             return

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from ...core.errors import BigBatchError, OptionError
 from ...core.options import positive
-from ...core.verify.compare import Loop, audit, audit_loop
+from ...core.verify.compare import audit
 from ...core.verify.result import Verification
+from ...core.verify.trial import Loop
 from ...core.weight import Reduction
 from .. import batch as nest
 from .. import hooks
@@ -71,7 +72,7 @@ def verify(
                 own = transfer.brought(own)
             trial = Trial(twin, own, loss, micro_batch_size, weight, reduction, is_training=model.training)
             try:
-                found = audit_loop(trial, step, tolerance) if step else audit(trial, tolerance)
+                found = audit(trial, tolerance, step)
             finally:
                 trial.give_back()
             return replace(found, precision=found.precision or str(dtype).removeprefix("torch."))

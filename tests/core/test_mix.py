@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bigbatch.core.verify.diagnosis import Mix, explain_loop, is_clipped, unmix, whole_times
+from bigbatch.core.verify.mix import Mix, explain_loop, is_clipped, unmix, whole_times
 from tests.examples import examples
 
 stable = settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))

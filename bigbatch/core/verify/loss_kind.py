@@ -16,16 +16,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .diagnosis import Array
+from .trial import Array
 
 Kind = Literal["mean", "sum", "means", "sum and mean", "sum and penalty", "coupled", "unclear"]
-Mixture = Callable[[int, int], Array]  # the gradient and the loss of p copies of A and q copies of B
+_Mixture = Callable[[int, int], Array]  # the gradient and the loss of p copies of A and q copies of B
 
-MOST_MEANS = 3
-RATIOS = {1: ((1, 1), (2, 1)), 2: ((1, 1), (2, 1), (1, 2), (3, 1)), 3: ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3))}
+_MOST_MEANS = 3
+_RATIOS = {1: ((1, 1), (2, 1)), 2: ((1, 1), (2, 1), (1, 2), (3, 1)), 3: ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3))}
 
 
-def nature(gradient: Mixture, noise: float) -> tuple[Kind, float]:
+def loss_kind(gradient: _Mixture, noise: float) -> tuple[Kind, float]:
     """What the loss is; and for a mean, how much B counts for each one that A counts (else not a number).
 
     The last number of each vector is the loss itself, which follows the same law as its gradient.
@@ -37,10 +37,10 @@ def nature(gradient: Mixture, noise: float) -> tuple[Kind, float]:
     a, b, both = found[1, 0], found[0, 1], found[1, 1]
     if is_same(found[2, 0], a, close):
         # the root or the logarithm of a mean, say: all its gradients are mixes of two, and the loss may be none
-        is_function_of_a_mean = is_mix(both[:-1], a[:-1], b[:-1], 10 * close)
-        for num in range(1, 2 if is_function_of_a_mean else MOST_MEANS + 1):
-            found.update({pair: gradient(*pair) for pair in RATIOS[num] if pair not in found})
-            counts = means(num, {q / p: found[p, q] for p, q in RATIOS[num]}, a, b, close)
+        is_function_of_a_mean = _is_mix(both[:-1], a[:-1], b[:-1], 10 * close)
+        for num in range(1, 2 if is_function_of_a_mean else _MOST_MEANS + 1):
+            found.update({pair: gradient(*pair) for pair in _RATIOS[num] if pair not in found})
+            counts = _means(num, {q / p: found[p, q] for p, q in _RATIOS[num]}, a, b, close)
             if counts is None:
                 continue
             if num > 1 and (
@@ -62,7 +62,7 @@ def nature(gradient: Mixture, noise: float) -> tuple[Kind, float]:
         if is_same(stays_a, stays_b, close, a, b) and is_same(rest, stays_a, close, a, b):
             return "sum and penalty", np.nan
         other = found[2, 1] - 2 * (a - stays_a) - (b - stays_b)
-        if means(1, {1.0: rest, 0.5: other}, stays_a, stays_b, close * _larger(stays_a, a, b)) is not None:
+        if _means(1, {1.0: rest, 0.5: other}, stays_a, stays_b, close * _larger(stays_a, a, b)) is not None:
             return "sum and mean", np.nan
     return "coupled", np.nan
 
@@ -73,7 +73,7 @@ def _larger(stays: Array, *others: Array) -> float:
     return max([1.0, *(float(np.linalg.norm(vector)) / norm for vector in others)]) if norm else 1.0
 
 
-def means(num: int, mixed: dict[float, Array], a: Array, b: Array, close: float) -> Any:
+def _means(num: int, mixed: dict[float, Array], a: Array, b: Array, close: float) -> Any:
     """The ratios of counts (maybe complex), if this looks like the sum of so many means over counts; else None.
 
     With t copies of B for each of A, the i-th mean is (a_i + t r_i b_i) / (1 + t r_i), so
@@ -115,7 +115,7 @@ def _are_apart(counts: Any, apart: float) -> bool:
     return bool(np.all(np.diff(sizes) > apart * sizes[1:]))
 
 
-def is_mix(vector: Array, a: Array, b: Array, close: float) -> bool:
+def _is_mix(vector: Array, a: Array, b: Array, close: float) -> bool:
     """Whether a gradient is any mix of two others."""
     pair = np.stack([a, b], axis=1)
     rest = vector - pair @ np.linalg.lstsq(pair, vector, rcond=None)[0]
