@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from ml_dtypes import finfo
 
+from ...core.batch import batch_norm_causes
 from ...core.errors import BigBatchWarning, OptionError
 from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
 from ...core.weight import Reduction, Terms, as_terms, shares
@@ -107,12 +108,7 @@ class Trial:
         return list(self._notes)
 
     def layer_causes(self) -> list[str]:
-        if not (names := batch_norms(self.model)):
-            return []
-        return [
-            f"BatchNormalization in training mode ({', '.join(names)}) normalises by the micro-batch instead of the "
-            "batch: freeze it, or use GroupNormalization or LayerNormalization"
-        ]
+        return batch_norm_causes(batch_norms(self.model), "freeze them", layer="BatchNormalization")
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

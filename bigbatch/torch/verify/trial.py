@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...core.batch import batch_norm_causes
 from ...core.errors import BigBatchWarning
 from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
 from ...core.weight import Reduction, Terms, as_terms
@@ -176,12 +177,7 @@ class Trial:
         ]
 
     def layer_causes(self) -> list[str]:
-        if not (names := batch_norms(self.model)):
-            return []
-        return [
-            f"BatchNorm in training mode ({', '.join(names)}) normalises by the micro-batch instead of the batch: "
-            "put it into eval mode, or use GroupNorm or LayerNorm"
-        ]
+        return batch_norm_causes(batch_norms(self.model), "put them into eval mode")
 
     def cut_elsewhere(self, is_mean: Callable[[Any, Any, Any], bool]) -> str | None:
         with self.without_hooks():
