@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bigbatch.core.verify.mix import Mix, explain_loop, is_clipped, unmix, whole_times
+from bigbatch.core.verify.mix import Mix, _is_clipped, _whole_times, explain_loop, unmix
 from tests.examples import examples
 
 stable = settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))
@@ -288,7 +288,7 @@ def test_shrinking_too_little_to_be_clipping_does_not_crash():
     micro = micro_gradients(3)
     right = np.array([0.98, 0.01, 0.01])
     shrunk = right * (1 - 0.99e-5 * np.array([3, 2, 1]))
-    assert not is_clipped(Mix(shrunk, 0.0, True, micro @ micro.T), right)
+    assert not _is_clipped(Mix(shrunk, 0.0, True, micro @ micro.T), right)
 
 
 # --- what cannot be told ---------------------------------------------------------------------------------
@@ -319,4 +319,4 @@ def test_gradients_too_alike_to_tell():
     ("scale", "times"), [(2.0, 2), (3.0 + 1e-9, 3), (1.0, 0), (2.5, 0), (2.01, 0), (0.0, 0), (-2.0, 0), (0.5, 0)]
 )
 def test_whole_times(scale, times):
-    assert whole_times(scale) == times
+    assert _whole_times(scale) == times

@@ -159,7 +159,7 @@ def test_dropout_of_zero_is_nothing_to_tell_of(rate: float) -> None:
 def test_negative_control_without_the_same_masks_dropout_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     from bigbatch.torch.verify import draws
 
-    monkeypatch.setattr(draws, "part_of", lambda *_: None)
+    monkeypatch.setattr(draws, "_part_of", lambda *_: None)
     found = verify(classifier(nn.Dropout(0.4)), data(), loss, 16)
     assert found.max_error > 1e-2
     assert "could not be cut like the batch" in found.causes[0]

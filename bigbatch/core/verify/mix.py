@@ -151,17 +151,17 @@ def _equal(scale: float, num: int, close: float) -> str:
         return f"divided by the number of micro-batches ({num}) although their weights differ (a mean of means)"
     if np.isclose(scale, 1.0, rtol=close):
         return "not divided: the micro-batches' mean losses are added up as they are"
-    if 0 < scale < 1 and (divisor := whole_times(1 / scale, close)):
+    if 0 < scale < 1 and (divisor := _whole_times(1 / scale, close)):
         size = "short window under-scaled" if divisor > num else "over-scaled"
         return f"{size}: divided by {divisor} although the window has {num} micro-batches"
-    if (times := whole_times(scale * num, close)) or (times := whole_times(scale, close)):
+    if (times := _whole_times(scale * num, close)) or (times := _whole_times(scale, close)):
         return f"{times} times too large: gradients of an earlier window were not zeroed, or the loss was multiplied"
     return f"every micro-batch counts {scale:.4g} whatever its weight"
 
 
 def _proportional(scale: float, right: Array, close: float) -> str:
     nominal = float(right.max()) * len(right)  # the total if all were as large as the largest, over the total
-    if times := whole_times(scale, close):
+    if times := _whole_times(scale, close):
         return f"{times} times too large: gradients of an earlier window were not zeroed, or the loss was multiplied"
     if np.isclose(scale * nominal, 1.0, rtol=close):
         return "short window under-scaled: divided by the size of a full window although this one is smaller"
@@ -172,14 +172,14 @@ def _proportional(scale: float, right: Array, close: float) -> str:
     return f"the whole gradient is {scale:.4g} times what it should be"
 
 
-def whole_times(scale: float, close: float = _CLOSE) -> int:
+def _whole_times(scale: float, close: float = _CLOSE) -> int:
     """2, 3, … if the scale is that whole number, else 0; beyond a thousand, nearly every number looks whole."""
     times = round(scale)
     is_told_apart = times * close < 0.1  # rounding may make any number look whole
     return times if 2 <= times <= 1000 and is_told_apart and np.isclose(scale, times, rtol=close) else 0
 
 
-def is_clipped(mix: Mix, scale: Array) -> bool:
+def _is_clipped(mix: Mix, scale: Array) -> bool:
     """Whether the coefficients are these scales after a clipping of each micro-batch to one norm."""
     if np.any(scale == 0):
         return False
@@ -207,7 +207,7 @@ def is_clipped(mix: Mix, scale: Array) -> bool:
 
 def _is_clipped_after_any_scale(mix: Mix, right: Array) -> bool:
     num = len(right)
-    return any(is_clipped(mix, scale) for scale in (right, np.full(num, 1 / num), np.ones(num)))
+    return any(_is_clipped(mix, scale) for scale in (right, np.full(num, 1 / num), np.ones(num)))
 
 
 def _numbers(coefficients: Array) -> str:
