@@ -1,4 +1,4 @@
-"""Laws of a loss, on groups of samples with random gradients: each is told from the others, rounded or not."""
+"""Kinds of losses over groups of samples with random gradients: each is told from the others, rounded or not."""
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def rounded(vector, noise, draw):
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("noise", [1e-15, 1e-7])
 @pytest.mark.parametrize("law", LAWS)
-def test_each_law_is_recognised(law, noise, seed):
+def test_each_kind_is_recognised(law, noise, seed):
     groups, draw = Groups(seed), np.random.default_rng(seed)
     kind, ratio = loss_kind(lambda p, q: rounded(LAWS[law](groups, p, q), noise, draw), noise)
     assert kind == law or (noise > 1e-9 and law == "means" and kind == "unclear")
@@ -76,7 +76,7 @@ def test_three_means():
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("noise", [1e-15, 1e-7])
 @pytest.mark.parametrize("law", NO_LAW)
-def test_what_follows_none_of_them_couples(law, noise, seed):
+def test_any_other_loss_couples(law, noise, seed):
     groups, draw = Groups(seed), np.random.default_rng(seed)
     assert loss_kind(lambda p, q: rounded(NO_LAW[law](groups, p, q), noise, draw), noise)[0] == "coupled"
 
@@ -92,5 +92,5 @@ def test_a_product_of_means_over_the_same_counts_couples():
     assert loss_kind(product, 1e-15)[0] == "coupled"
 
 
-def test_what_is_not_finite_couples():
+def test_a_loss_that_is_not_finite_couples():
     assert loss_kind(lambda p, q: np.full(4, np.nan if p == 2 else 1.0), 1e-15)[0] == "coupled"
