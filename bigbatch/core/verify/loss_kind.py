@@ -1,14 +1,14 @@
-"""What kind of function of the batch a loss is, found out by experiment.
+"""Finds out by experiment whether a loss is a mean over samples, a sum, or something else.
 
-Two groups of samples, A and B, are put together in different numbers, and the gradient G(p, q) of p copies of A and q
-copies of B shows what the loss is:
+Put two groups of samples, A and B, together in different numbers. The gradient G(p, q) of p copies of A and q copies
+of B shows what the loss is:
 
     a sum                      G(p, q) = p a + q b
     a mean                     G(p, q) = (p a + q b) / (p m + q n)
     means of different counts  a sum of such fractions
     a sum and a penalty        G(p, q) = p a + q b + c
 
-None of this uses what the loss looks like, so it holds for any loss that can be called.
+This does not look inside the loss, so it works for any loss that can be called.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ _RATIOS = {1: ((1, 1), (2, 1)), 2: ((1, 1), (2, 1), (1, 2), (3, 1)), 3: ((1, 1),
 
 
 def loss_kind(gradient: _Mixture, noise: float) -> tuple[Kind, float]:
-    """What the loss is; and for a mean, how much B counts for each one that A counts (else not a number).
+    """The kind of the loss; and for a mean, the count of B relative to that of A (else NaN).
 
     The last number of each vector is the loss itself, which follows the same law as its gradient.
     """
@@ -55,7 +55,7 @@ def loss_kind(gradient: _Mixture, noise: float) -> tuple[Kind, float]:
         return "coupled", np.nan
     if is_same(found[2, 0], 2 * a, close, a) and is_same(both, a + b, close, a, b):
         return "sum", np.nan
-    adds_up = found[2, 0] - a  # what a copy of A adds
+    adds_up = found[2, 0] - a  # the part that another copy of A adds
     if is_same(gradient(3, 0), a + 2 * adds_up, close, a, adds_up):
         stays_a, stays_b = a - adds_up, 2 * b - gradient(0, 2)
         rest = both - (a - stays_a) - (b - stays_b)
@@ -68,13 +68,13 @@ def loss_kind(gradient: _Mixture, noise: float) -> tuple[Kind, float]:
 
 
 def _larger(stays: Array, *others: Array) -> float:
-    """How much larger rounding is in a difference of gradients than in what is left of them."""
+    """How much larger the rounding of a difference of gradients is, relative to the difference itself."""
     norm = float(np.linalg.norm(stays))
     return max([1.0, *(float(np.linalg.norm(vector)) / norm for vector in others)]) if norm else 1.0
 
 
 def _means(num: int, mixed: dict[float, Array], a: Array, b: Array, close: float) -> Any:
-    """The ratios of counts (maybe complex), if this looks like the sum of so many means over counts; else None.
+    """The ratios of counts (maybe complex) if the loss can be the sum of this many means over counts; else None.
 
     With t copies of B for each of A, the i-th mean is (a_i + t r_i b_i) / (1 + t r_i), so
 
@@ -108,7 +108,7 @@ def _means(num: int, mixed: dict[float, Array], a: Array, b: Array, close: float
 
 
 def _are_apart(counts: Any, apart: float) -> bool:
-    """Whether these are positive numbers and no two the same: one that counts twice is what a product of means has."""
+    """Whether these are positive numbers and all different: a product of means has the same ratio twice."""
     if np.any(np.abs(counts.imag) > apart * np.abs(counts)) or np.any(counts.real <= 0):
         return False
     sizes = np.sort(counts.real)
@@ -123,6 +123,6 @@ def _is_mix(vector: Array, a: Array, b: Array, close: float) -> bool:
 
 
 def is_same(one: Array, other: Array, close: float, *made_of: Array) -> bool:
-    """Whether two gradients agree to rounding; `made_of` are larger ones that one of them is a difference of."""
+    """Whether two gradients agree up to rounding; `made_of` are larger ones that one of them is a difference of."""
     size = max(float(np.linalg.norm(vector)) for vector in (one, other, *made_of))
     return bool(np.isfinite(size)) and float(np.linalg.norm(one - other)) <= close * size

@@ -1,9 +1,8 @@
-"""Why two gradients differ: which mistake fits what was seen.
+"""A gradient as a mix of the gradients of its micro-batches, whose coefficients show which mistake a loop made.
 
-A gradient that came out of a window is, whatever a loop does to the scale, a mix of the gradients of its
-micro-batches: G = sum_k a_k * g_k. Least squares recover the coefficients a_k, and they name the mistake: all
-equal to 1/K means that somebody divided by the number of micro-batches, all equal to 1 that nobody divided.
-What is left over (the residual) means that G has something in it that no micro-batch has.
+Whatever factors a loop uses, its gradient is G = sum_k a_k * g_k. Least squares recover the coefficients a_k, and they
+name the mistake: if all are 1/K, the loop divides by the number of micro-batches; if all are 1, it does not divide.
+A residual means that G contains something that is in none of the micro-batches.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from .trial import Array
 
 _CLOSE = 1e-5  # coefficients come out of a least-squares fit over float64 gradients
 _RESIDUAL = 1e-6  # the residual is the root of a difference of squares: half the digits are gone
-_TOO_VAGUE = 0.05  # coefficients that rounding moves by so much name no mistake
+_TOO_VAGUE = 0.05  # if rounding can move coefficients by this much, they name no mistake
 
 
 @dataclass(frozen=True)
@@ -24,15 +23,15 @@ class Mix:
 
     coefficients: Array
     residual: float
-    """What the mix does not explain, relative to the gradient."""
+    """The norm of what the mix does not explain, relative to that of the gradient."""
     is_unique: bool
-    """False where the micro-gradients are so alike, or so many, that other coefficients do as well."""
+    """False if the micro-gradients are so alike, or so many, that other coefficients fit as well."""
     gram: Array
     """Dot products of the micro-gradients with each other."""
     noise: float = 0.0
     """How far rounding may move a gradient, relative to its norm."""
     norms: Array | None = None
-    """Of the micro-gradients, where `gram` is not exact."""
+    """The norms of the micro-gradients, if `gram` is not exact."""
 
     @property
     def is_complete(self) -> bool:
@@ -45,12 +44,12 @@ class Mix:
 
     @property
     def is_of_a_mean(self) -> bool:
-        """Whether the gradient of the whole batch can be a weighted mean of these."""
+        """Whether the gradient can be a weighted mean of these."""
         return self.is_known and bool(np.isclose(self.coefficients.sum(), 1.0, rtol=self.close))
 
     @property
     def allowed_residual(self) -> float:
-        """What rounding alone may leave over."""
+        """The residual that rounding alone may cause."""
         parts = np.abs(self.coefficients) * np.sqrt(np.diag(self.gram))
         norm = np.sqrt(max(float(self.coefficients @ self.gram @ self.coefficients), 0.0))
         allowed: float = max(_RESIDUAL, 10 * self.noise * (1 + parts.sum() / norm if norm else 1.0))
@@ -58,7 +57,7 @@ class Mix:
 
     @property
     def close(self) -> float:
-        """Coefficients that differ by less, relative to the largest, may be the same."""
+        """Coefficients may be the same if they differ by less than this, relative to the largest."""
         if not self.noise:
             return _CLOSE
         norms = np.sqrt(np.diag(self.gram))
@@ -71,7 +70,7 @@ class Mix:
 
 
 def unmix(products: Array, noise: float = 0.0) -> Mix:
-    """The mix, from the dot products of [g_1, …, g_K, G] with each other; `noise` is as in `Mix`."""
+    """The mix that has these dot products of [g_1, …, g_K, G] with each other; `noise` is as in `Mix`."""
     gram, against, square = products[:-1, :-1], products[:-1, -1], float(products[-1, -1])
     eigenvalues = np.linalg.eigvalsh(gram)
     coefficients = np.asarray(np.linalg.lstsq(gram, against, rcond=1e-13)[0], np.float64)
@@ -109,7 +108,7 @@ def explain_loop(mix: Mix, right: Array, backwards: Callable[[], Mix] | None = N
         return f"only the last micro-batch counts: gradients are zeroed between micro-batches; {seen}"
     left_out = [str(k + 1) for k in range(num) if abs(found[k]) <= none and right[k] > close]
     counted = [abs(c) for c in found if abs(c) > none]
-    if left_out and min(counted) > 30 * none:  # else they were shrunk, some beyond what can be seen
+    if left_out and min(counted) > 30 * none:  # else all were shrunk, some of them to almost nothing
         return f"micro-batch {', '.join(left_out)} is left out; {seen}"
     if np.allclose(found, found[0], rtol=close, atol=0):
         return f"{_equal(float(found[0]), num, close)}; {seen}"
@@ -180,7 +179,7 @@ def _whole_times(scale: float, close: float = _CLOSE) -> int:
 
 
 def _is_clipped(mix: Mix, scale: Array) -> bool:
-    """Whether the coefficients are these scales after a clipping of each micro-batch to one norm."""
+    """Whether clipping each micro-batch to the same norm turned these scales into the coefficients."""
     if np.any(scale == 0):
         return False
     close = mix.close
@@ -196,7 +195,7 @@ def _is_clipped(mix: Mix, scale: Array) -> bool:
             size[~clipped] <= after[clipped].max() * (1 + alike)
         ):
             return True
-    # or the running sum was clipped each time: what came early was shrunk again and again
+    # or the running sum was clipped each time, so that early micro-batches were shrunk again and again
     factors = ratio / np.append(ratio[1:], 1.0)
     if np.any(factors > 1 + close) or np.all(factors > 1 - close):
         return False

@@ -11,19 +11,19 @@ FLOOR = 1e-4
 
 @dataclass(frozen=True)
 class Verification:
-    """Full batch against accumulation. Printed, it is a table, the largest error first."""
+    """The result of comparing accumulation with the full batch. It prints as a table, the largest error first."""
 
     is_exact: bool
     max_error: float
     errors: Mapping[str, float]
     """Relative error by parameter."""
     causes: tuple[str, ...] = ()
-    """Why they differ, or what was done so that they could be compared, in sentences."""
+    """Sentences that say why they differ, or what was changed to compare them."""
     tolerance: float = 1e-9
     total_error: float = 0.0
     """Relative error of the whole gradient."""
     precision: str = ""
-    """The dtype in which they were compared, where a framework says so."""
+    """The dtype in which they were compared, if it is known."""
 
     def __bool__(self) -> bool:
         return self.is_exact
@@ -45,7 +45,7 @@ class Verification:
 
 
 def judge(errors: Mapping[str, float], causes: list[str], tolerance: float, total_error: float = 0.0) -> Verification:
-    """The verdict over errors by parameter."""
+    """The verdict on errors by parameter."""
     largest = max(errors.values(), default=0.0, key=lambda error: math.inf if math.isnan(error) else error)
     return Verification(largest <= tolerance, largest, dict(errors), tuple(causes), tolerance, total_error)
 
@@ -59,15 +59,15 @@ def relative_error(distance: float, norm: float, total_norm: float, floor: float
 
 
 def tolerance_for(epsilon: float, num_samples: int, num_micro_batches: int) -> float:
-    """What rounding may do, in a dtype with this epsilon, to sums over so many samples in so many parts.
+    """The relative error that rounding may cause, in a dtype with this epsilon, for this many samples and parts.
 
-    Rounding errors of sums grow like the root of the number of additions at most, in practice slower; 100 leaves room
-    for the depth of a model. In bfloat16 and float16 that would allow anything, so there it is 2e-2.
+    Rounding errors of sums grow at most like the root of the number of additions, in practice more slowly; 100 leaves
+    room for the depth of a model. In bfloat16 and float16 that would allow anything, so there it is 2e-2.
     """
     additions = math.sqrt(math.sqrt(num_samples * num_micro_batches))
     return min(2e-2, max(1e-9, 100 * epsilon * additions))
 
 
 def floor_for(epsilon: float) -> float:
-    """Where a parameter's gradient is rounding alone, as part of the whole gradient: `FLOOR` in float64."""
+    """The part of the whole gradient below which a parameter's gradient is only rounding: `FLOOR` in float64."""
     return FLOOR if epsilon < 1e-10 else 1e-2
