@@ -122,7 +122,7 @@ def test_a_sequence_that_is_not_of_the_batch_may_be_as_long_as_a_micro_batch() -
     assert_exact(model, prompted, data(7), 4)
 
 
-def test_the_second_look_leaves_nothing_behind() -> None:
+def test_what_the_second_look_leaves_behind() -> None:
     """The lengths agree by coincidence, so the first micro-batch runs twice: neither draws nor statistics show it."""
     model: Any = make(nn.LSTM(F, F, 2, dropout=0.5), norm=nn.BatchNorm1d(4, momentum=None))
     twin = copy.deepcopy(model)

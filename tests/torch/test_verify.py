@@ -60,7 +60,7 @@ def test_the_shared_problems_are_exact(problem: Problem) -> None:
     assert set(found.errors) == used
 
 
-def test_the_users_model_and_random_state_are_left_as_they_were() -> None:
+def test_nothing_of_the_users_is_touched() -> None:
     model = classifier(nn.BatchNorm1d(12), nn.Dropout(0.5))
     model[0].bias.requires_grad_(False)
     model[-1].weight.grad = torch.ones_like(model[-1].weight)
@@ -77,7 +77,7 @@ def test_the_users_model_and_random_state_are_left_as_they_were() -> None:
         assert torch.equal(value, before[name])
 
 
-def test_it_prints_as_a_table() -> None:
+def test_printed_it_is_a_table() -> None:
     text = str(verify(classifier(), data(), loss, 16))
     assert "parameter" in text
     assert "3.weight" in text or "2.weight" in text
@@ -149,7 +149,7 @@ class Rated(nn.Module):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_dropout_of_zero_is_not_reported(rate: float) -> None:
+def test_dropout_of_zero_is_nothing_to_tell_of(rate: float) -> None:
     model = nn.Sequential(Rated(rate), nn.Dropout(rate), nn.Linear(64, 10))
     found = verify(model, (torch.randn(7, 64), torch.arange(7)), lambda m, b: F.cross_entropy(m(b[0]), b[1]), 3)
     assert found.is_exact or rate
@@ -179,7 +179,7 @@ def batch_variance(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("coupling", [contrastive, root_mean_square, batch_variance])
-def test_a_loss_that_couples_samples_is_found(coupling: Any) -> None:
+def test_a_loss_that_couples_samples_is_found_by_testing(coupling: Any) -> None:
     found = verify(classifier(), data(), coupling, 16)
     assert not found.is_exact
     assert "the loss couples the samples" in only(found.causes)
@@ -187,7 +187,7 @@ def test_a_loss_that_couples_samples_is_found(coupling: Any) -> None:
     assert [cause.split()[0] for cause in found.causes] == ["BatchNorm", "the"]
 
 
-def test_a_weight_that_disagrees_with_the_loss_is_reported_with_both_counts() -> None:
+def test_a_weight_that_disagrees_with_the_loss_is_named_with_both() -> None:
     problem = next(p for p in problems() if p.kind == "tokens")
     (batch,) = make_batches(problem)
     found = verify(Language(), batch, make_loss(problem), 1)  # counts samples, the loss is a mean over tokens
@@ -197,7 +197,7 @@ def test_a_weight_that_disagrees_with_the_loss_is_reported_with_both_counts() ->
     assert "25% : 25% : 25% : 25%" in cause
 
 
-def test_labels_counted_without_the_shift_are_reported() -> None:
+def test_labels_counted_without_the_shift_are_named() -> None:
     """A language model predicts token t+1: the first label of each text is no target."""
     batch = {name: torch.as_tensor(array) for name, array in tokens(3, 60, 17, 40, 9).items()}
 
@@ -216,7 +216,7 @@ def test_labels_counted_without_the_shift_are_reported() -> None:
     assert verify(Language(), batch, shifted, 2, weight=right).is_exact
 
 
-def test_a_sum_taken_for_a_mean_and_a_mean_taken_for_a_sum() -> None:
+def test_sum_and_mean_mixed_up() -> None:
     def summed(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
 
@@ -225,7 +225,7 @@ def test_a_sum_taken_for_a_mean_and_a_mean_taken_for_a_sum() -> None:
     assert 'reduction="sum" adds it up' in only(verify(classifier(), data(), loss, 16, reduction="sum").causes)
 
 
-def test_a_model_that_computes_in_float32_inside_is_reported() -> None:
+def test_a_model_that_computes_in_float32_inside_is_told_so() -> None:
     class Narrow(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(x.float(), self.weight.float(), self.bias.float()).to(x.dtype)
@@ -243,7 +243,7 @@ def test_a_model_that_computes_in_float32_inside_is_reported() -> None:
     assert "the weight disagrees" in only(slightly_off.causes)
 
 
-def test_a_loss_with_float32_tensors_is_compared_in_float32() -> None:
+def test_a_loss_that_brings_float32_along_can_be_compared_in_float32() -> None:
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0]))
 
     def weighted(model: nn.Module, batch: Batch) -> Tensor:
@@ -348,7 +348,7 @@ def test_a_right_loop_is_exact() -> None:
     assert found.causes == ()
 
 
-def test_a_loop_that_never_zeroes_is_reported_although_its_first_window_is_right() -> None:
+def test_a_loop_that_never_zeroes_is_told_so_though_its_first_window_is_right() -> None:
     found = verify(classifier(), data(), loss, 16, step=never_zeroed)
     assert found.is_exact
     assert "gradients are not zeroed: a second window adds to the first" in only(found.causes)
@@ -362,7 +362,7 @@ def test_a_loop_over_dropout_and_batch_norm() -> None:
     assert ["BatchNorm" in found.causes[0], "divided by the number" in found.causes[1]] == [True, True]
 
 
-def test_a_micro_batch_without_weight_is_compared_too() -> None:
+def test_a_micro_batch_of_nothing_is_no_obstacle() -> None:
     problem = next(p for p in problems() if p.name == "a micro-batch without a token")
     (batch,) = make_batches(problem)
 
@@ -426,7 +426,7 @@ def test_draws_that_cannot_be_cut_do_not_stop_it() -> None:
     assert "could not be cut like the batch" in found.causes[0]
 
 
-def test_parameters_of_the_loss_and_of_other_models_are_left_as_they_were() -> None:
+def test_what_the_loss_brings_along_is_left_alone() -> None:
     temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
     other = classifier().double()
 
@@ -495,7 +495,7 @@ def test_a_loss_that_changes_its_batch_in_place() -> None:
     ],
     ids=["dict", "None", "unreduced", "detached", "float", "terms"],
 )
-def test_a_bad_loss_raises_the_accumulators_own_error(bad: Any, sentence: str) -> None:
+def test_what_is_no_loss_gets_the_accumulators_own_error(bad: Any, sentence: str) -> None:
     def returning(model: nn.Module, batch: Batch) -> Any:
         return bad(loss(model, batch), model(batch[0]))
 
@@ -503,7 +503,7 @@ def test_a_bad_loss_raises_the_accumulators_own_error(bad: Any, sentence: str) -
         verify(classifier(), data(), returning, 16)
 
 
-def test_a_hook_that_acts_on_each_micro_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_that_acts_on_each_micro_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: an accumulator that ran hooks in every pass would not be certified."""
     from bigbatch.torch import gradients
 
@@ -525,7 +525,7 @@ def test_the_users_hooks_are_left_as_they_are() -> None:
     handle.remove()
 
 
-def test_the_precision_and_its_tolerance_are_reported() -> None:
+def test_the_precision_and_its_tolerance_are_said() -> None:
     assert "allowed is 1e-09 in float64" in str(verify(classifier(), data(), loss, 16))
     found = verify(classifier(), data(), loss, 16, dtype=torch.float32)
     assert found.is_exact
@@ -534,7 +534,7 @@ def test_the_precision_and_its_tolerance_are_reported() -> None:
     assert verify(classifier(), data(), loss, 16, dtype=torch.float32, tolerance=1e-5).tolerance == 1e-5
 
 
-def test_an_error_in_the_loss_is_raised_unchanged() -> None:
+def test_an_error_of_the_loss_itself_is_raised_as_it_is() -> None:
     def failing(model: nn.Module, batch: Batch) -> Tensor:
         raise KeyError("labels")
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from ...core.errors import GradientError, LossError
 from ...core.verify.compare import total_error_of
-from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
+from ...core.verify.trial import Array, Gradient, Loop, Rows
+from ...core.weight import shares, totals
 from ...core.window import cuts
 from ..batch import Arrays, Form, num_rows
 from ..internals import calls, dropout_off
@@ -126,7 +127,8 @@ class Trial:
 
     def _scales(self, run: WindowTrace, micro_batches: list[Arrays]) -> Array:
         weights = [tuple(map(float, run.weights(micro_batch))) for micro_batch in micro_batches]
-        return scales_of(weights, self.reduction)
+        total = totals(weights)
+        return np.array([shares(weight, total, self.reduction) for weight in weights])
 
     def notes(self) -> list[str]:
         if self.has_dropout:

@@ -9,10 +9,9 @@ import numpy as np
 import tensorflow as tf
 from ml_dtypes import finfo
 
-from ...core.batch import batch_norm_causes
 from ...core.errors import BigBatchWarning, OptionError
-from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
-from ...core.weight import Reduction, Terms, as_terms, shares
+from ...core.verify.trial import Array, Gradient, Loop, Rows
+from ...core.weight import Reduction, Terms, as_terms, shares, totals
 from ...core.window import Window, cuts
 from .. import batch as nest
 from ..accumulator import Accumulator, Loss, Weight
@@ -91,7 +90,9 @@ class Trial:
         )
 
     def right_scales(self) -> Array:
-        return scales_of([*map(self._weight_of, self.micro_batches)], self.reduction)
+        weights = list(map(self._weight_of, self.micro_batches))
+        total = totals(weights)
+        return np.array([shares(weight, total, self.reduction) for weight in weights])
 
     def _weight_of(self, batch: Any) -> Terms:
         if self.weight is None:
@@ -108,7 +109,12 @@ class Trial:
         return list(self._notes)
 
     def layer_causes(self) -> list[str]:
-        return batch_norm_causes(batch_norms(self.model), "freeze them", layer="BatchNormalization")
+        if not (names := batch_norms(self.model)):
+            return []
+        return [
+            f"BatchNormalization in training mode ({', '.join(names)}) normalises by the micro-batch instead of the "
+            "batch: freeze it, or use GroupNormalization or LayerNormalization"
+        ]
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
