@@ -256,8 +256,8 @@ verify: a mean of some groups is taken for one of all | core/verify/diagnosis.py
 - if kind == "mean" and mix.is_unique and not mix.is_of_a_mean:
 + if kind == "mean" and mix.is_unique and not mix.is_unique:
 verify: a loss that is another each time is compared | core/verify/diagnosis.py | test-torch
-- self.is_repeatable = _agree(
-+ self.is_repeatable = True or _agree(
+- self.is_repeatable = not
++ self.is_repeatable = True or not
 verify: every small difference is rounding | core/verify/diagnosis.py | test-torch
 - self.noise = max(own, moved) if moved < 1e-4 else own
 + self.noise = 1e-2

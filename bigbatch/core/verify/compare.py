@@ -33,11 +33,13 @@ def audit(trial: Trial, tolerance: float | None = None, loop: Loop | None = None
             if not reasons and not causes:
                 reasons = ["the cause could not be told from the gradients"]
             causes += reasons
-    if again is not None and _is_twice(again, found):
-        causes.append(
-            "gradients are not zeroed: a second window adds to the first, which is right only if "
-            "something else zeroes them after each step"
-        )
+    if again is not None:
+        twice = {name: 2 * gradient for name, gradient in found.items()}
+        if max(errors_of(twice, again).values(), default=1.0) < 1e-6:
+            causes.append(
+                "gradients are not zeroed: a second window adds to the first, which is right only if something else "
+                "zeroes them after each step"
+            )
     causes += trial.blind_spots()
     if len(trial.parts) < 2:
         causes.append(
@@ -81,15 +83,9 @@ def _verdict(
     epsilon = trial.epsilon if epsilon is None else epsilon
     if tolerance is None:
         tolerance = tolerance_for(epsilon, sum(map(len, trial.parts)), len(trial.parts))
-    verdict = compared(full, found, causes, tolerance, floor_for(epsilon))
+    errors = errors_of(full, found, floor_for(epsilon))
+    verdict = judge(errors, list(causes), tolerance, total_error_of(full, found))
     return verdict if epsilon == trial.epsilon else replace(verdict, precision="float64 with parts in float32")
-
-
-def compared(
-    full: Gradient, other: Gradient, causes: Sequence[str], tolerance: float, floor: float = FLOOR
-) -> Verification:
-    """The verdict on two gradients."""
-    return judge(errors_of(full, other, floor), list(causes), tolerance, total_error_of(full, other))
 
 
 def errors_of(full: Gradient, other: Gradient, floor: float = FLOOR) -> dict[str, float]:
@@ -113,8 +109,3 @@ def _distances(full: Gradient, other: Gradient) -> dict[str, float]:
         return np.asarray(gradient.get(name, 0.0))
 
     return {name: float(np.linalg.norm(of(other, name) - of(full, name))) for name in {**full, **other}}
-
-
-def _is_twice(again: Gradient, found: Gradient) -> bool:
-    errors = errors_of({name: 2 * gradient for name, gradient in found.items()}, again)
-    return max(errors.values(), default=1.0) < 1e-6

@@ -30,7 +30,8 @@ class Experiments:
         self._loss_unit = float(np.linalg.norm(whole)) / abs(loss or 1.0) or 1.0
         whole = np.append(whole, loss * self._loss_unit)
         first, again = self._sketch(trial.full()), self._sketch(trial.full())  # traced anew, where a framework traces
-        self.is_repeatable = _agree(first, again, 1e-3 if trial.epsilon > 1e-10 else 1e-6)
+        close = 1e-3 if trial.epsilon > 1e-10 else 1e-6
+        self.is_repeatable = not np.isfinite(first).all() or is_same(first, again, close)
         own, moved = 8 * max(trial.epsilon, _epsilon_in(gradient)), np.inf
         with suppress(Exception):  # a loss may refuse samples in another order
             shuffled = np.random.default_rng(0).permutation(self._all_rows).tolist()
@@ -146,29 +147,20 @@ class Experiments:
             return _disagrees(np.array([1, ratio]), ours, f"its micro-batches {first} against {second} with")
         if kind == "sum" and trial.reduction == "sum":
             return None
-        if kind in _CAUSES:
-            return _CAUSES[kind]
-        if trial.is_random:
-            return None
-        if elsewhere := trial.cut_elsewhere(self._is_mean):
-            return elsewhere
-        losses = np.array([micro[k][-1] for k in finite])
-        if is_same(right[finite] @ losses, whole[-1], self._close) and not is_same(losses, losses.mean(), 1e-3):
-            return (
-                "the losses of the micro-batches add up to that of the whole batch, but their gradients do not: "
-                "something in the backward pass sees the micro-batch instead of the batch (a hook on an activation "
-                "that clamps, a backward function of your own that normalises, an embedding with scale_grad_by_freq)"
-            )
-        if kind == "unclear":
-            return (
-                "the loss is no single mean over samples: it is the sum of several means, or it couples the samples; "
-                "more than that cannot be told in this precision"
-            )
-        return (
-            "the loss couples the samples of a batch: the loss of the whole batch is no weighted mean of the losses of "
-            "its micro-batches (a contrastive loss, a BatchNorm that normalises by what it is fed, a root of a mean), "
-            "so it cannot be cut"
-        )
+        if kind in ("coupled", "unclear"):
+            if trial.is_random:
+                return None
+            if elsewhere := trial.cut_elsewhere(self._is_mean):
+                return elsewhere
+            losses = np.array([micro[k][-1] for k in finite])
+            if is_same(right[finite] @ losses, whole[-1], self._close) and not is_same(losses, losses.mean(), 1e-3):
+                return (
+                    "the losses of the micro-batches add up to that of the whole batch, but their gradients do not: "
+                    "something in the backward pass sees the micro-batch instead of the batch (a hook on an activation "
+                    "that clamps, a backward function of your own that normalises, an embedding with "
+                    "scale_grad_by_freq)"
+                )
+        return _CAUSES[kind]
 
     def _kind(self, finite: list[int], micro: list[Array], mix: Mix, term: int | None) -> tuple[Kind, float, _Halves]:
         """The kind of loss that the first telling grouping shows; raises the loss's error if it refuses all of them."""
@@ -272,6 +264,15 @@ _CAUSES: dict[Kind, str] = {
         "the loss adds a sum over samples and something that does not depend on them (an L2 penalty, say), which every "
         "micro-batch repeats: take the mean over the samples, or use the optimizer's weight_decay"
     ),
+    "coupled": (
+        "the loss couples the samples of a batch: the loss of the whole batch is no weighted mean of the losses of its "
+        "micro-batches (a contrastive loss, a BatchNorm that normalises by what it is fed, a root of a mean), so it "
+        "cannot be cut"
+    ),
+    "unclear": (
+        "the loss is no single mean over samples: it is the sum of several means, or it couples the samples; more than "
+        "that cannot be told in this precision"
+    ),
 }
 
 
@@ -288,10 +289,6 @@ def _percent(coefficients: Array) -> str:
 
 def _listed(micro_batches: Sequence[int]) -> str:
     return ", ".join(str(k + 1) for k in micro_batches)
-
-
-def _agree(one: Array, other: Array, close: float) -> bool:
-    return not np.isfinite(one).all() or is_same(one, other, close)
 
 
 def _norm(gradient: Gradient) -> float:
