@@ -39,8 +39,7 @@ class Trial:
         micro_batch_size: int,
         weight: Weight | None,
         reduction: Reduction,
-        *,
-        is_training: bool = True,
+        is_training: bool,
     ) -> None:
         self.model = model
         self.batch = batch
@@ -48,7 +47,6 @@ class Trial:
         self.weight = weight
         self.reduction: Reduction = reduction
         self.batch_size = nest.batch_size(batch)
-        self.micro_batch_size = micro_batch_size
         nest.cut(batch, micro_batch_size)  # raises BatchError if it cannot be cut
         self.parts = [range(part.start, part.stop) for part in cuts(self.batch_size, micro_batch_size)]
         self.parameters = list(model.parameters())
