@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-import numpy as np
-
 from ..errors import LossError
 from .diagnosis import Experiments
-from .result import FLOOR, Verification, floor_for, judge, relative_error, tolerance_for
-from .trial import Array, Gradient, Loop, Trial
+from .result import Verification, errors_of, floor_for, judge, tolerance_for, total_error_of
+from .trial import Gradient, Loop, Trial
 
 
 def audit(trial: Trial, tolerance: float | None = None, loop: Loop | None = None) -> Verification:
@@ -86,26 +84,3 @@ def _verdict(
     errors = errors_of(full, found, floor_for(epsilon))
     verdict = judge(errors, list(causes), tolerance, total_error_of(full, found))
     return verdict if epsilon == trial.epsilon else replace(verdict, precision="float64 with parts in float32")
-
-
-def errors_of(full: Gradient, other: Gradient, floor: float = FLOOR) -> dict[str, float]:
-    """The relative error of each parameter's gradient; one that is missing on one side counts as zero there."""
-    norms = {name: float(np.linalg.norm(g)) for name, g in full.items()}
-    total = float(np.linalg.norm(list(norms.values())))
-    distances = _distances(full, other)
-    return {name: relative_error(each, norms.get(name, 0.0), total, floor) for name, each in distances.items()}
-
-
-def total_error_of(full: Gradient, other: Gradient) -> float:
-    """The relative error of the whole gradient."""
-    norm = float(np.linalg.norm([np.linalg.norm(g) for g in full.values()]))
-    return relative_error(float(np.linalg.norm(list(_distances(full, other).values()))), norm, norm)
-
-
-def _distances(full: Gradient, other: Gradient) -> dict[str, float]:
-    """How far apart the gradients of each parameter are."""
-
-    def of(gradient: Gradient, name: str) -> Array:
-        return np.asarray(gradient.get(name, 0.0))
-
-    return {name: float(np.linalg.norm(of(other, name) - of(full, name))) for name in {**full, **other}}

@@ -4,6 +4,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
+from .trial import Array, Gradient
+
 # A parameter's error is relative to its own gradient, but to no less than this part of the whole gradient:
 # where the true gradient is zero (a bias in front of a BatchNorm) only rounding would be left to divide by.
 FLOOR = 1e-4
@@ -48,6 +52,29 @@ def judge(errors: Mapping[str, float], causes: list[str], tolerance: float, tota
     """The verdict on errors by parameter."""
     largest = max(errors.values(), default=0.0, key=lambda error: math.inf if math.isnan(error) else error)
     return Verification(largest <= tolerance, largest, dict(errors), tuple(causes), tolerance, total_error)
+
+
+def errors_of(full: Gradient, other: Gradient, floor: float = FLOOR) -> dict[str, float]:
+    """The relative error of each parameter's gradient; one that is missing on one side counts as zero there."""
+    norms = {name: float(np.linalg.norm(g)) for name, g in full.items()}
+    total = float(np.linalg.norm(list(norms.values())))
+    distances = _distances(full, other)
+    return {name: relative_error(each, norms.get(name, 0.0), total, floor) for name, each in distances.items()}
+
+
+def total_error_of(full: Gradient, other: Gradient) -> float:
+    """The relative error of the whole gradient."""
+    norm = float(np.linalg.norm([np.linalg.norm(g) for g in full.values()]))
+    return relative_error(float(np.linalg.norm(list(_distances(full, other).values()))), norm, norm)
+
+
+def _distances(full: Gradient, other: Gradient) -> dict[str, float]:
+    """How far apart the gradients of each parameter are."""
+
+    def of(gradient: Gradient, name: str) -> Array:
+        return np.asarray(gradient.get(name, 0.0))
+
+    return {name: float(np.linalg.norm(of(other, name) - of(full, name))) for name in {**full, **other}}
 
 
 def relative_error(distance: float, norm: float, total_norm: float, floor: float = FLOOR) -> float:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.errors import GradientError, LossError
-from ...core.verify.compare import total_error_of
+from ...core.verify.result import total_error_of
 from ...core.verify.trial import Array, Gradient, Loop, Rows
 from ...core.weight import shares, totals
 from ...core.window import cuts
