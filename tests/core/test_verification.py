@@ -3,7 +3,7 @@ import math
 import pytest
 
 from bigbatch import Verification
-from bigbatch.core.verify.result import FLOOR, judge, relative_error
+from bigbatch.core.verify.result import _FLOOR, judge, _relative_error
 
 # --- the verdict -----------------------------------------------------------------------------------------
 
@@ -98,26 +98,26 @@ def test_a_verification_can_be_made_by_hand_and_not_changed():
 
 
 def test_relative_to_the_parameters_own_gradient():
-    assert relative_error(0.5, norm=2.0, total_norm=10.0) == 0.25
+    assert _relative_error(0.5, norm=2.0, total_norm=10.0) == 0.25
 
 
 def test_small_gradients_are_measured_against_the_whole():
     """A bias in front of a BatchNorm: its true gradient is zero and only rounding is left."""
-    assert relative_error(1e-17, norm=1e-17, total_norm=1.0) == pytest.approx(1e-17 / FLOOR)
-    assert relative_error(1e-17, norm=0.0, total_norm=1.0) == pytest.approx(1e-13)
+    assert _relative_error(1e-17, norm=1e-17, total_norm=1.0) == pytest.approx(1e-17 / _FLOOR)
+    assert _relative_error(1e-17, norm=0.0, total_norm=1.0) == pytest.approx(1e-13)
 
 
 def test_the_floor_hides_no_real_error():
-    assert relative_error(0.01, norm=0.0, total_norm=1.0) > 1.0
+    assert _relative_error(0.01, norm=0.0, total_norm=1.0) > 1.0
 
 
 def test_no_distance_is_no_error():
-    assert relative_error(0.0, norm=0.0, total_norm=0.0) == 0.0
+    assert _relative_error(0.0, norm=0.0, total_norm=0.0) == 0.0
 
 
 def test_a_distance_from_zero_is_infinite():
-    assert relative_error(1e-300, norm=0.0, total_norm=0.0) == math.inf
+    assert _relative_error(1e-300, norm=0.0, total_norm=0.0) == math.inf
 
 
 def test_a_distance_of_nan_is_an_error_of_nan():
-    assert math.isnan(relative_error(math.nan, norm=1.0, total_norm=1.0))
+    assert math.isnan(_relative_error(math.nan, norm=1.0, total_norm=1.0))

@@ -10,7 +10,7 @@ from .trial import Array, Gradient
 
 # A parameter's error is relative to its own gradient, but to no less than this part of the whole gradient:
 # where the true gradient is zero (a bias in front of a BatchNorm) only rounding would be left to divide by.
-FLOOR = 1e-4
+_FLOOR = 1e-4
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,18 @@ def judge(errors: Mapping[str, float], causes: list[str], tolerance: float, tota
     return Verification(largest <= tolerance, largest, dict(errors), tuple(causes), tolerance, total_error)
 
 
-def errors_of(full: Gradient, other: Gradient, floor: float = FLOOR) -> dict[str, float]:
+def errors_of(full: Gradient, other: Gradient, floor: float = _FLOOR) -> dict[str, float]:
     """The relative error of each parameter's gradient; one that is missing on one side counts as zero there."""
     norms = {name: float(np.linalg.norm(g)) for name, g in full.items()}
     total = float(np.linalg.norm(list(norms.values())))
     distances = _distances(full, other)
-    return {name: relative_error(each, norms.get(name, 0.0), total, floor) for name, each in distances.items()}
+    return {name: _relative_error(each, norms.get(name, 0.0), total, floor) for name, each in distances.items()}
 
 
 def total_error_of(full: Gradient, other: Gradient) -> float:
     """The relative error of the whole gradient."""
     norm = float(np.linalg.norm([np.linalg.norm(g) for g in full.values()]))
-    return relative_error(float(np.linalg.norm(list(_distances(full, other).values()))), norm, norm)
+    return _relative_error(float(np.linalg.norm(list(_distances(full, other).values()))), norm, norm)
 
 
 def _distances(full: Gradient, other: Gradient) -> dict[str, float]:
@@ -77,7 +77,7 @@ def _distances(full: Gradient, other: Gradient) -> dict[str, float]:
     return {name: float(np.linalg.norm(of(other, name) - of(full, name))) for name in {**full, **other}}
 
 
-def relative_error(distance: float, norm: float, total_norm: float, floor: float = FLOOR) -> float:
+def _relative_error(distance: float, norm: float, total_norm: float, floor: float = _FLOOR) -> float:
     """The distance of two gradients of one parameter, relative to the true one's norm."""
     if distance == 0.0:
         return 0.0
@@ -96,5 +96,5 @@ def tolerance_for(epsilon: float, num_samples: int, num_micro_batches: int) -> f
 
 
 def floor_for(epsilon: float) -> float:
-    """The part of the whole gradient below which a parameter's gradient is only rounding: `FLOOR` in float64."""
-    return FLOOR if epsilon < 1e-10 else 1e-2
+    """The part of the whole gradient below which a parameter's gradient is only rounding: `_FLOOR` in float64."""
+    return _FLOOR if epsilon < 1e-10 else 1e-2
