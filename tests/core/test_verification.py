@@ -3,7 +3,7 @@ import math
 import pytest
 
 from bigbatch import Verification
-from bigbatch.core.verify.result import _FLOOR, judge, _relative_error
+from bigbatch.core.verify.result import _FLOOR, _relative_error, judge
 
 # --- the verdict -----------------------------------------------------------------------------------------
 
