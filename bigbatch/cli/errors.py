@@ -1,4 +1,4 @@
-"""What ends a command, and with which exit code."""
+"""Exit codes, and the errors of a task."""
 
 from ..core.errors import BigBatchError
 
@@ -7,21 +7,21 @@ BAD_INPUT = 2
 TASK_RAISED = 3
 NOT_WRITTEN = 4
 STOPPED = 5
-INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
 CLOSED_PIPE = 141  # 128 + SIGPIPE
 
 
 def code_of_signal(number: int) -> int:
-    """As shells have it."""
+    """The exit code of a process that a signal ended, as in shells."""
     return 128 + number
 
 
 class TaskError(BigBatchError, ValueError):
-    """A task file is missing something, or has something of the wrong kind."""
+    """A task file lacks something, or has something of the wrong type."""
 
 
 class TaskRaisedError(Exception):
-    """The code of a task raised; its own traceback is what the user needs to see."""
+    """The code of a task raised an error; the user needs to see its traceback."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))

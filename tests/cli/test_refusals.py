@@ -21,7 +21,7 @@ BAD_TASKS = {
     "no loss": ("import torch\ndef model(): ...\ndef batches(batch_size): ...\n", "defines no loss()", "def loss("),
     "loss is a number": (
         "import torch\nloss = 3\ndef model(): ...\ndef batches(batch_size): ...\n",
-        "loss of task is a int and no function",
+        "loss of task is a int, not a function",
         "def loss(",
     ),
     "no framework": ("def model(): ...\n", "imports none of torch, tensorflow, keras, jax", "import torch"),
@@ -39,7 +39,7 @@ BAD_TASKS = {
     ),
     "defaults that train does not know": (
         "import torch\ndefaults = {'batchsize': 3}\ndef model(): ...\ndef batches(): ...\ndef loss(m, b): ...\n",
-        "has an option 'batchsize' that train does not know",
+        "has the unknown option 'batchsize'",
     ),
     "a schedule without an end": (
         "import torch\ndefaults = {'schedule': 'cosine'}\ndef model(): return torch.nn.Linear(1, 1)\n"
@@ -62,7 +62,7 @@ def test_bad_tasks(name: str, tmp_path: Path) -> None:
 def test_tasks_that_are_not_there(tmp_path: Path) -> None:
     assert_refused(run("train", "no-such-task"), "there is no task no-such-task", "digits, digits-batchnorm, text")
     (tmp_path / "task.txt").write_text("")
-    assert_refused(run("train", tmp_path / "task.txt"), "is no Python file")
+    assert_refused(run("train", tmp_path / "task.txt"), "is not a Python file")
     assert_refused(run("train", write_task(tmp_path), "--framework", "keras"), "imports torch but --framework is keras")
     assert_refused(run("train", "digits", "--framework", "caffe"), "there is no digits for caffe")
 
@@ -95,7 +95,7 @@ BAD_NUMBERS: dict[str, tuple[list[Any], str]] = {
         ["--batch-size", 8, "--micro-batch-size", 12],
         "is larger than --batch-size 8",
     ),
-    "auto": (["--micro-batch-size", "auto"], '"auto" is not there yet'),
+    "auto": (["--micro-batch-size", "auto"], '"auto" does not exist yet'),
     "half": (["--micro-batch-size", "2.5"], "--micro-batch-size"),
     "no rate": (["--lr", "nan"], "--lr must be a number above zero, not nan"),
     "a negative rate": (["--lr", "-1"], "--lr must be a number above zero"),
@@ -134,8 +134,8 @@ def test_bad_numbers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("batch_size = ", "is no TOML file"),
-        ("bach_size = 3", "has an option 'bach_size'"),
+        ("batch_size = ", "is not a TOML file"),
+        ("bach_size = 3", "has the unknown option 'bach_size'"),
         ('lr = "big"', "--lr must be"),
         ("checkpoint_every = 1.5", "a checkpoint every 1.5 is unknown"),
     ],

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from bigbatch.cli.report.page import names_of, read_run, write_report
+from bigbatch.cli.report.page import _names_of, read_run, write_report
 
 from .page import Page, assert_readable, assert_same_numbers, report, summary_of
 from .runs import VERIFICATION, fail, write_run
@@ -197,7 +197,7 @@ def test_several_runs_of_one_size_show_throughput_over_steps(tmp_path):
 
 def test_equal_names_are_told_apart_by_their_parents(tmp_path):
     folders = [write_run(tmp_path / parent / "run", num_steps=4) for parent in "ab"]
-    assert names_of(folders) == ["a/run", "b/run"]
+    assert _names_of(folders) == ["a/run", "b/run"]
     assert "a/run" in Page(report(*folders)).text
 
 

@@ -130,7 +130,7 @@ def test_numbers_as_people_read_them():
 def test_long_runs_are_thinned_without_losing_a_spike():
     ys = np.random.default_rng(0).normal(size=50_000)
     ys[31_234] = 99.0
-    xs, kept = plots.thinned(np.arange(50_000.0), ys)
+    xs, kept = plots._thinned(np.arange(50_000.0), ys)
     assert len(xs) <= plots.MAX_POINTS
     assert kept.max() == 99.0
     assert kept.min() == ys.min()

@@ -46,7 +46,7 @@ def test_what_a_run_leaves(finished: tuple[Path, str]) -> None:
         "0.weight": (12, 6), "0.bias": (12,), "3.weight": (3, 12), "3.bias": (3,),
     }  # fmt: skip
     assert tomllib.loads((out / "config.toml").read_text())["micro_batch_size"] == 3
-    for text in ("accuracy on held-out data", "full batch", "peak memory", str(out), "6 × 3"):
+    for text in ("Held-out accuracy", "full batch", "Peak memory", str(out), "6 × 3"):
         assert text in told
 
 
@@ -126,7 +126,7 @@ def test_a_second_run_does_not_touch_the_first(finished: tuple[Path, str]) -> No
     before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
     done = run("train", out.parent / "tiny.py", "--out", out, "--no-compare")
     assert done.returncode == 2
-    assert "holds a run already: pass another --out, or --resume" in done.stderr
+    assert "has a run already: pass another --out, or continue it with --resume" in done.stderr
     assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
 
 

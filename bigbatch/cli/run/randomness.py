@@ -1,4 +1,4 @@
-"""The global random numbers: of Python, of NumPy, and of every framework that is imported."""
+"""The global random numbers of Python, NumPy and every framework that is imported."""
 
 import importlib
 import random
@@ -9,26 +9,26 @@ from typing import Any
 
 import numpy as np
 
-from ...core.checkpoint import random as core_random
+from ...core.checkpoint import random as of_host
 
 
 def state() -> dict[str, Any]:
-    """The state of all of them."""
+    """The state of all global random generators."""
     of_frameworks = {name: each.state() for name, each in _FRAMEWORKS.items() if name in sys.modules}
-    return {**core_random.state(), **of_frameworks}
+    return {**of_host.state(), **of_frameworks}
 
 
 def restore(found: dict[str, Any]) -> None:
-    """Puts them where they were; Python and NumPy last, since frameworks may draw from them when they make theirs."""
+    """Restores what `state` returned; Python and NumPy last, because a framework may draw from them meanwhile."""
     for name, framework in _FRAMEWORKS.items():
         if name in found:
             importlib.import_module(name)
             framework.restore(found[name])
-    core_random.restore(found)
+    of_host.restore(found)
 
 
 def seed(number: int) -> None:
-    """Seeds all of them."""
+    """Seeds all global random generators."""
     random.seed(number)
     np.random.seed(number)
     for name, framework in _FRAMEWORKS.items():
@@ -38,16 +38,16 @@ def seed(number: int) -> None:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """A block whose draws nobody notices."""
-    outside = state()
+    """Restores all global random generators afterwards."""
+    before = state()
     try:
         yield
     finally:
-        restore(outside)
+        restore(before)
 
 
 class Stream:
-    """A sequence of random numbers of its own: what is drawn in it does not depend on what others draw.
+    """A sequence of random numbers that does not depend on what is drawn outside of it.
 
     Args:
         number: Its seed.
@@ -60,7 +60,7 @@ class Stream:
 
     @contextmanager
     def flowing(self) -> Iterator[None]:
-        """A block that draws from it."""
+        """Draws inside come from this stream."""
         with kept():
             restore(self.state)
             try:
@@ -98,11 +98,11 @@ class _Torch:
 class _TensorFlow:
     """The seeds that operations draw, which also order a shuffled dataset; and the global generator.
 
-    TensorFlow 2.21 keeps the former in a Random of Python's and has no public way to it.
+    TensorFlow 2.21 keeps the seeds in a `random.Random` without a public way to it.
     """
 
     @staticmethod
-    def _parts() -> tuple[Any, Any]:
+    def _generators() -> tuple[Any, Any]:
         from tensorflow.python.eager import context
         from tensorflow.python.ops import stateful_random_ops
 
@@ -110,31 +110,30 @@ class _TensorFlow:
 
     @staticmethod
     def state() -> list[Any]:
-        drawn, generator = _TensorFlow._parts()
-        return [drawn and drawn.getstate(), None if generator is None else generator.state.numpy()]
+        seeds, generator = _TensorFlow._generators()
+        return [seeds and seeds.getstate(), None if generator is None else generator.state.numpy()]
 
     @staticmethod
     def restore(found: list[Any]) -> None:
         import tensorflow as tf
 
-        of_operations, of_generator = found
-        drawn, _ = _TensorFlow._parts()
-        if of_operations is not None and drawn is not None:
-            drawn.setstate(of_operations)
-        if of_generator is not None:
-            tf.random.get_global_generator().state.assign(np.asarray(of_generator))
+        seeds, _ = _TensorFlow._generators()
+        if found[0] is not None and seeds is not None:
+            seeds.setstate(found[0])
+        if found[1] is not None:
+            tf.random.get_global_generator().state.assign(np.asarray(found[1]))
 
     @staticmethod
     def seed(number: int) -> None:
-        drawn, generator = _TensorFlow._parts()
-        if drawn is not None:
-            drawn.seed(number)
+        seeds, generator = _TensorFlow._generators()
+        if seeds is not None:
+            seeds.seed(number)
         if generator is not None:
             generator.reset_from_seed(number)
 
 
 class OfKeras:
-    """What random operations without a seed draw from, on any backend; Keras 3.15 has no public way to it."""
+    """The generator of random operations without a seed, on any backend. Keras 3.15 has no public way to it."""
 
     @staticmethod
     def state() -> np.ndarray | None:
@@ -157,7 +156,7 @@ class OfKeras:
 
     @staticmethod
     def begin(number: int) -> None:
-        """Makes the generator, as the first operation would."""
+        """Creates the generator with this seed."""
         OfKeras.restore(np.array([number % 2**31, 0]))
 
 
