@@ -123,7 +123,7 @@ def load_task(name: str, framework: str | None) -> Task:
         raise TaskError(f"there is no task {name}: pass the path of a Python file, or one of {', '.join(_BUILT_IN)}")
     if path.suffix != ".py":
         raise TaskError(f"{name} is not a Python file: pass a path that ends in .py, or one of {', '.join(_BUILT_IN)}")
-    found = framework_of(path)
+    found = _framework_of(path)
     if framework is not None and framework != found:
         raise TaskError(
             f"{name} imports {found} but --framework is {framework}: leave --framework out, because a task file trains "
@@ -132,7 +132,7 @@ def load_task(name: str, framework: str | None) -> Task:
     return _task_in(_load_file(path), path.stem, str(path.resolve()), found)
 
 
-def framework_of(path: Path) -> str:
+def _framework_of(path: Path) -> str:
     """Returns the framework that a file imports, without running the file."""
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))

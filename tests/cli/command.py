@@ -8,6 +8,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bigbatch.cli.report.run import read_run
+from bigbatch.cli.run.compare import compare
+from bigbatch.cli.summary import Comparison
+
 from .zygote import zygote
 
 BIGBATCH = Path(sys.executable).parent / "bigbatch"
@@ -95,6 +99,23 @@ def train(task: Path | str, out: Path, *arguments: Any) -> dict[str, Any]:
     done = run("train", task, "--out", out, *arguments)
     assert done.returncode == 0, done.stderr
     return summary_of(out)
+
+
+def train_both(task: Path | str, out: Path, *arguments: Any) -> tuple[dict[str, Any], dict[str, Any], Comparison]:
+    """Both trainings of a run and their comparison, without starting the processes that `train` starts for it."""
+    ours = train(task, out, "--no-compare", *arguments)
+    whole = ["--micro-batch-size", ours["batch_size"]]
+    full = train(task, out / "full_batch", "--no-compare", *arguments, *whole)
+    return ours, full, compare(read_run(out), read_run(out / "full_batch"))
+
+
+def verify(task: Path | str, *arguments: Any) -> dict[str, Any]:
+    """What `bigbatch verify` finds."""
+    done = run("verify", task, "--json", *arguments)
+    assert done.returncode in (0, 1), done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == (not found["is_exact"])
+    return found
 
 
 def summary_of(folder: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The interface of an engine, and what all engines share."""
 
+import importlib
 import random
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -18,7 +19,8 @@ from ..task import Task, their_own_errors
 EPSILON = 1e-5
 """Adam's epsilon if the task has no optimizer. With the usual 1e-8, rounding would move weights without a gradient."""
 
-ALONE = Ranks()
+_ALONE = Ranks()
+_CLASSES = {"torch": "TorchEngine", "tensorflow": "TensorFlowEngine", "keras": "KerasEngine", "jax": "JaxEngine"}
 
 
 class Engine(Protocol):
@@ -73,32 +75,19 @@ class Engine(Protocol):
         return False
 
 
-def make_engine(task: Task, config: Config, ranks: Ranks = ALONE) -> Engine:
+def make_engine(task: Task, config: Config, ranks: Ranks = _ALONE) -> Engine:
     """Creates the engine of the task. Its framework is imported here and not before."""
     random.seed(config.seed)
     np.random.seed(config.seed)
     try:
-        match task.framework:
-            case "torch":
-                from .torch import TorchEngine
-
-                return TorchEngine(task, config, ranks)
-            case "tensorflow":
-                from .tensorflow import TensorFlowEngine
-
-                return TensorFlowEngine(task, config)
-            case "jax":
-                from .jax import JaxEngine
-
-                return JaxEngine(task, config)
-            case _:
-                from .keras import KerasEngine
-
-                return KerasEngine(task, config)
+        module = importlib.import_module(f".{task.framework}", __package__)
     except ModuleNotFoundError as error:
         if error.name not in (task.framework, "optax"):
             raise
         raise MissingExtraError(f'{task.name} needs {error.name}: pip install "bigbatch[{task.framework}]"') from error
+    kind = getattr(module, _CLASSES[task.framework])
+    engine: Engine = kind(task, config, ranks) if task.framework == "torch" else kind(task, config)
+    return engine
 
 
 def scores_of(task: Task, model: Any) -> dict[str, float]:

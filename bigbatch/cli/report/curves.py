@@ -176,15 +176,15 @@ def _memory(series: Sequence[_Series]) -> _Plot:
 def _throughput(ours: Sequence[_Series], series: Sequence[_Series]) -> _Plot:
     name = "throughput"
     if len({one.run.summary.micro_batch_size for one in ours}) > 1:
-        title, caption = "Throughput against micro-batch size", "Samples trained in a second, over the whole run."
+        title, caption = "Throughput against micro-batch size", "Samples trained per second, over the whole run."
         return _over_sizes(name, title, caption, "samples / s", name, series, lambda found: found.samples_per_second)
-    title, caption = "Throughput over steps", "Samples trained in a second, step by step."
+    title, caption = "Throughput over steps", "Samples trained per second, step by step."
     found = [(one, Curve(one.line, *_rates(one.run.records))) for one in series]
     kept = [(one, curve) for one, curve in found if len(curve.xs)]
     if not kept:
         return _Plot(name, title, "Too few steps were finished to measure a throughput.")
     if any(len(one.run.records) - 1 > _NUM_STRETCHES for one, _ in kept):
-        caption = f"Samples trained in a second, each point the mean of a {_NUM_STRETCHES}th of the run."
+        caption = f"Samples trained per second, each point the mean of a {_NUM_STRETCHES}th of the run."
     caption += " The first step, which also prepares the rest, is left out."
     drawing = plots.lines(name, [curve for _, curve in kept], x="step", y="samples / s", from_zero=True)
     return _Plot(name, title, caption, drawing, _legend([one for one, _ in kept]))

@@ -11,8 +11,6 @@ from ..summary import FullBatch, Summary
 from .run import Run
 from .text import Number, count, difference, duration, exact, number, rate, size, times
 
-_NUM_ERRORS_SHOWN = 20
-
 
 @dataclass(frozen=True)
 class _Cell:
@@ -43,18 +41,16 @@ class Table:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """The verification of one run: a sentence, the errors from the largest on, and the causes."""
+    """The verification of one run: a sentence, and the errors from the largest on."""
 
     run: str
+    found: Verification
     sentence: str
-    errors: tuple[_Cell, ...]
-    more: tuple[_Cell, ...]
-    causes: tuple[str, ...]
-    is_exact: bool
+    errors: list[_Cell]
 
 
 @dataclass(frozen=True)
-class Measure:
+class _Measure:
     """A figure that accumulated and full-batch training both have.
 
     Args:
@@ -82,7 +78,7 @@ class Measure:
 FACTS = (
     ("batch_size", "Batch"),
     ("micro_batch_size", "Micro-batch"),
-    ("num_micro_batches", "Micro-batches a step"),
+    ("num_micro_batches", "Micro-batches per step"),
     ("num_steps", "Steps"),
     ("num_epochs", "Epochs"),
     ("num_samples", "Samples seen"),
@@ -93,15 +89,15 @@ _DISTANCES = (
 )
 
 
-def measures(summaries: Sequence[Summary]) -> list[Measure]:
+def measures(summaries: Sequence[Summary]) -> list[_Measure]:
     """Loss, held-out scores, time, speed and memory."""
     scores = dict.fromkeys(score for summary in summaries for score in summary.scores)
     return [
-        Measure("loss", "Loss of the last epoch", number),
-        *(Measure(f"scores.{score}", f"Held-out {score}", number) for score in scores),
-        Measure("seconds", "Time", duration),
-        Measure("samples_per_second", "Samples a second", rate),
-        Measure("peak_bytes", "Peak memory", size),
+        _Measure("loss", "Loss of the last epoch", number),
+        *(_Measure(f"scores.{score}", f"Held-out {score}", number) for score in scores),
+        _Measure("seconds", "Time", duration),
+        _Measure("samples_per_second", "Samples per second", rate),
+        _Measure("peak_bytes", "Peak memory", size),
     ]
 
 
@@ -152,7 +148,7 @@ def _cell(run: str, key: str, value: Number | None, write: Callable[[Any], str])
     return _Cell(write(value), key, exact(value), run)
 
 
-def _full_batch_cell(run: str, measure: Measure, summary: Summary) -> _Cell:
+def _full_batch_cell(run: str, measure: _Measure, summary: Summary) -> _Cell:
     if summary.full_batch is None:
         return _Cell("not trained")
     return measure.cell(run, summary.full_batch) if summary.full_batch.is_finished else _Cell("did not finish")
@@ -167,7 +163,7 @@ def _distance(run: str, summary: Summary, key: str) -> _Cell:
     return _Cell(difference(value), f"comparison.{key}", exact(value), run, note)
 
 
-def _difference(run: str, measure: Measure, summary: Summary, full: FullBatch) -> _Cell:
+def _difference(run: str, measure: _Measure, summary: Summary, full: FullBatch) -> _Cell:
     """Losses and scores are subtracted; times, speeds and sizes divided."""
     ours, theirs = measure.value(summary), measure.value(full)
     if ours is None or theirs is None or not (math.isfinite(ours) and math.isfinite(theirs)):
@@ -183,19 +179,18 @@ def _difference(run: str, measure: Measure, summary: Summary, full: FullBatch) -
 
 def verifications(names: Sequence[str], runs: Sequence[Run]) -> list[_Verdict]:
     """The verification of each run that has one."""
-    pairs = [(name, run.summary.verification) for name, run in zip(names, runs, strict=True)]
-    return [_verdict(name, found) for name, found in pairs if found is not None]
-
-
-def _verdict(name: str, found: Verification) -> _Verdict:
-    sentence = (
-        f"among {count(len(found.errors), 'parameter')} the largest error of the gradient is "
-        f"{difference(found.max_error)}, that of the whole gradient {difference(found.total_error)}, "
-        f"and {difference(found.tolerance)} is allowed."
-    )
-    ordered = sorted(found.errors.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
-    cells = tuple(_Cell(difference(error), parameter, exact(error), name) for parameter, error in ordered)
-    return _Verdict(name, sentence, cells[:_NUM_ERRORS_SHOWN], cells[_NUM_ERRORS_SHOWN:], found.causes, found.is_exact)
+    verdicts = []
+    for name, run in zip(names, runs, strict=True):
+        if (found := run.summary.verification) is not None:
+            sentence = (
+                f"among {count(len(found.errors), 'parameter')} the largest error of the gradient is "
+                f"{difference(found.max_error)}, that of the whole gradient {difference(found.total_error)}, "
+                f"and {difference(found.tolerance)} is allowed."
+            )
+            errors = sorted(found.errors.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
+            cells = [_Cell(difference(error), parameter, exact(error), name) for parameter, error in errors]
+            verdicts.append(_Verdict(name, found, sentence, cells))
+    return verdicts
 
 
 def configuration(names: Sequence[str], runs: Sequence[Run]) -> Table:

@@ -113,7 +113,7 @@ def remarks(run: Run) -> list[str]:
     found = []
     if summary.status != "finished":
         steps = count(summary.num_steps, "step")
-        found.append(f"The run was {summary.status} after {steps}: its figures are of that point.")
+        found.append(f"The run was {summary.status} after {steps}: the figures are from that point.")
     if summary.loss is not None and not math.isfinite(summary.loss):
         found.append(f"The loss of the last epoch is {number(summary.loss)}: the training did not converge.")
     num_skipped = sum(not record.is_applied for record in run.records)

@@ -32,7 +32,7 @@ def with_full_batch(summary: Summary, config: Config, folder: RunFolder, screen:
     return replace(
         summary,
         full_batch=FullBatch(status="finished", **{name: getattr(full.summary, name) for name in results}),
-        comparison=_compare(read_run(folder.path), full),
+        comparison=compare(read_run(folder.path), full),
         verification=_verify(config, screen),
     )
 
@@ -93,7 +93,8 @@ def _train_full_batch(config: Config, num_steps: int, folder: RunFolder, screen:
     return f"it ended with exit code {child.returncode}: {lines[-1] if lines else 'without a message'}"
 
 
-def _compare(ours: Run, full: Run) -> Comparison:
+def compare(ours: Run, full: Run) -> Comparison:
+    """Compares the weights and the losses of two finished trainings."""
     theirs = RunFolder(full.folder).weights()
     differences = {}
     for name, array in RunFolder(ours.folder).weights().items():
