@@ -8,6 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from typer.testing import CliRunner
+
+from bigbatch.cli.app import app
 from bigbatch.cli.report.run import read_run
 from bigbatch.cli.run.compare import compare
 from bigbatch.cli.summary import Comparison
@@ -59,6 +62,13 @@ def run(*arguments: Any, cwd: Path | None = None) -> subprocess.CompletedProcess
             arguments=command, folder=str(cwd or Path.cwd()), environment=environment(), out=str(out), err=str(err)
         )
         return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
+
+
+def run_here(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    """Runs `bigbatch …` in this process: for options that are refused before the task is loaded."""
+    command = list(map(str, arguments))
+    done = CliRunner().invoke(app, command)
+    return subprocess.CompletedProcess(command, done.exit_code, done.stdout, done.stderr)
 
 
 def run_fresh(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -16,8 +16,8 @@ from ...core.verify.result import Verification
 from ...core.weight import as_terms
 from ...torch import Accumulator, verify
 from ...torch import batch as nest
-from ...torch.arrays import from_array, to_array, with_sparse, without_sparse
-from ...torch.checkpoints import check_model, check_optimizer, load_optimizer
+from ...torch.arrays import from_array, to_array
+from ...torch.checkpoints import load_state, state_of
 from ..config import Config
 from ..errors import TaskError
 from ..run import randomness
@@ -53,6 +53,7 @@ class TorchEngine(Engine):
             weight=task.weight,
             **config.for_framework(),
         )
+        self._parts = {"model": self.model, "optimizer": self.optimizer, "accumulator": self.accumulator}
         self._peak: HostPeak | None = None
 
     def _make_optimizer(self, lr: float) -> torch.optim.Optimizer:
@@ -114,18 +115,11 @@ class TorchEngine(Engine):
             return int(torch.cuda.max_memory_allocated(self._device) - self._before)
         return None if self._peak is None else self._peak.num_bytes()
 
-    def state(self) -> dict[str, Any]:
-        parts = {"model": self.model, "optimizer": self.optimizer, "accumulator": self.accumulator}
-        state: dict[str, Any] = without_sparse({name: part.state_dict() for name, part in parts.items()})
-        return state
+    def state(self) -> Any:
+        return state_of(self._parts)
 
-    def load(self, state: dict[str, Any]) -> None:
-        state = with_sparse(state)
-        check_model(state["model"], self.model.state_dict())
-        check_optimizer(state["optimizer"], self.optimizer.state_dict())
-        self.accumulator.load_state_dict(state["accumulator"])  # checks before it changes anything
-        self.model.load_state_dict(state["model"])
-        load_optimizer(self.optimizer, state["optimizer"])
+    def load(self, state: Any) -> None:
+        load_state(self._parts, state)
 
     def interrupt(self) -> None:
         self.accumulator.interrupt()
