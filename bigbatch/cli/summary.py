@@ -1,8 +1,8 @@
 """What a run records: its summary and one record per step. `bigbatch train` writes them, and the report reads them."""
 
 import reprlib
-from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -21,7 +21,7 @@ class FullBatch:
     reason: str | None = None
     """Why it failed."""
     loss: float | None = None
-    scores: Mapping[str, float] = field(default_factory=dict)
+    scores: Mapping[str, float]
     seconds: float | None = None
     samples_per_second: float | None = None
     peak_bytes: int | None = None
@@ -96,6 +96,7 @@ class Record:
 
 
 _WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+_fields_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def parse(kind: Any, value: Any) -> Any:
@@ -105,24 +106,23 @@ def parse(kind: Any, value: Any) -> Any:
         kind: A dataclass, or a type that the fields of one are annotated with.
         value: What `json.loads` returned. Keys that a dataclass does not have are ignored.
     """
-    inner = get_args(kind)
     if kind is Any:
         return value
-    if is_dataclass(kind) and isinstance(kind, type):
-        known = _fields(kind)
-        given = _object(value)
-        if missing := [name for name, (_, is_needed) in known.items() if is_needed and name not in given]:
+    if isinstance(kind, type) and is_dataclass(kind):
+        given, known = _object(value), _fields_of(kind)
+        if missing := [name for name in known if name not in given and not hasattr(kind, name)]:
             raise ValueError(f"the key {missing[0]!r} is missing")
-        return kind(**{name: _parse_item(known[name][0], name, given[name]) for name in known.keys() & given.keys()})
-    if get_origin(kind) is UnionType:  # `X | None`
+        return kind(**{name: _parse_item(known[name], name, given[name]) for name in known if name in given})
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is UnionType:  # `X | None`
         return None if value is None else parse(inner[0], value)
-    if get_origin(kind) is Mapping:
+    if origin is Mapping:
         return {name: _parse_item(inner[1], name, item) for name, item in _object(value).items()}
-    if get_origin(kind) is tuple:
+    if origin is tuple:
         if not isinstance(value, list):
             raise ValueError(f"{reprlib.repr(value)} is not a list")
         return tuple(parse(inner[0], item) for item in value)
-    if get_origin(kind) is Literal:
+    if origin is Literal:
         if value not in inner:
             raise ValueError(f"{reprlib.repr(value)} is not one of {', '.join(map(repr, inner))}")
         return value
@@ -145,14 +145,3 @@ def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{reprlib.repr(value)} is not a JSON object")
     return value
-
-
-@cache
-def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """The type of each field, and whether it must be given."""
-    kinds = get_type_hints(kind)
-
-    def is_needed(each: Field[Any]) -> bool:
-        return each.default is MISSING and each.default_factory is MISSING
-
-    return {each.name: (kinds[each.name], is_needed(each)) for each in fields(kind)}

@@ -26,7 +26,7 @@ def with_full_batch(summary: Summary, config: Config, folder: RunFolder, screen:
     full_folder = RunFolder(folder.path / FULL_BATCH)
     reason = _train_full_batch(config, summary.num_steps, full_folder, screen)
     if reason is not None:
-        return replace(summary, full_batch=FullBatch(status="failed", reason=reason))
+        return replace(summary, full_batch=FullBatch(status="failed", reason=reason, scores={}))
     full = read_run(full_folder.path)
     results = ("loss", "scores", "seconds", "samples_per_second", "peak_bytes")
     return replace(

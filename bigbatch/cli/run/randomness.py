@@ -72,15 +72,13 @@ class Stream:
 class _Torch:
     """The generators of the host and of every GPU."""
 
-    @staticmethod
-    def state() -> list[np.ndarray]:
+    def state(self) -> list[np.ndarray]:
         import torch
 
         of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return [each.numpy() for each in (torch.get_rng_state(), *of_devices)]
 
-    @staticmethod
-    def restore(found: list[Any]) -> None:
+    def restore(self, found: list[Any]) -> None:
         import torch
 
         of_host, *of_devices = (torch.from_numpy(np.array(each)) for each in found)
@@ -88,8 +86,7 @@ class _Torch:
         for number, of_device in enumerate(of_devices[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(of_device, number)
 
-    @staticmethod
-    def seed(number: int) -> None:
+    def seed(self, number: int) -> None:
         import torch
 
         torch.manual_seed(number)
@@ -101,63 +98,56 @@ class _TensorFlow:
     TensorFlow 2.21 keeps the seeds in a `random.Random` without a public way to it.
     """
 
-    @staticmethod
-    def _generators() -> tuple[Any, Any]:
+    def _generators(self) -> tuple[Any, Any]:
         from tensorflow.python.eager import context
         from tensorflow.python.ops import stateful_random_ops
 
         return getattr(context.context(), "_rng", None), stateful_random_ops.global_generator
 
-    @staticmethod
-    def state() -> list[Any]:
-        seeds, generator = _TensorFlow._generators()
+    def state(self) -> list[Any]:
+        seeds, generator = self._generators()
         return [seeds and seeds.getstate(), None if generator is None else generator.state.numpy()]
 
-    @staticmethod
-    def restore(found: list[Any]) -> None:
+    def restore(self, found: list[Any]) -> None:
         import tensorflow as tf
 
-        seeds, _ = _TensorFlow._generators()
+        seeds, _ = self._generators()
         if found[0] is not None and seeds is not None:
             seeds.setstate(found[0])
         if found[1] is not None:
             tf.random.get_global_generator().state.assign(np.asarray(found[1]))
 
-    @staticmethod
-    def seed(number: int) -> None:
-        seeds, generator = _TensorFlow._generators()
+    def seed(self, number: int) -> None:
+        seeds, generator = self._generators()
         if seeds is not None:
             seeds.seed(number)
         if generator is not None:
             generator.reset_from_seed(number)
 
 
-class OfKeras:
+class _Keras:
     """The generator of random operations without a seed, on any backend. Keras 3.15 has no public way to it."""
 
-    @staticmethod
-    def state() -> np.ndarray | None:
+    def state(self) -> np.ndarray | None:
         from keras.src.backend.common import global_state
 
         generator = global_state.get_global_attribute("global_seed_generator")
         return None if generator is None else np.array(generator.state)
 
-    @staticmethod
-    def restore(found: Any) -> None:
+    def restore(self, found: Any) -> None:
         from keras.src.random.seed_generator import global_seed_generator
 
         if found is not None:
             global_seed_generator().state.assign(np.asarray(found))
 
-    @staticmethod
-    def seed(number: int) -> None:
-        if OfKeras.state() is not None:
-            OfKeras.begin(number)
-
-    @staticmethod
-    def begin(number: int) -> None:
-        """Creates the generator with this seed."""
-        OfKeras.restore(np.array([number % 2**31, 0]))
+    def seed(self, number: int) -> None:
+        if self.state() is not None:
+            seed_keras(number)
 
 
-_FRAMEWORKS: dict[str, Any] = {"torch": _Torch, "tensorflow": _TensorFlow, "keras": OfKeras}
+def seed_keras(number: int) -> None:
+    """Creates Keras's global generator with this seed, or seeds it anew."""
+    _FRAMEWORKS["keras"].restore(np.array([number % 2**31, 0]))
+
+
+_FRAMEWORKS: dict[str, Any] = {"torch": _Torch(), "tensorflow": _TensorFlow(), "keras": _Keras()}
