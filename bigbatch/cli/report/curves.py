@@ -116,7 +116,7 @@ def _absent(series: Sequence[_Series], kept: Sequence[_Series]) -> str:
 
 def _thinned(curves: Sequence[Curve]) -> str:
     is_thinned = any(len(curve.xs) > plots.MAX_POINTS for curve in curves)
-    return f" Of long runs {plots.MAX_POINTS} steps are drawn, with every spike." if is_thinned else ""
+    return f" Of long runs, {plots.MAX_POINTS} steps are drawn, including every spike." if is_thinned else ""
 
 
 def _legend(series: Sequence[_Series], is_point: bool = False) -> tuple[_Key, ...]:

@@ -18,9 +18,9 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
     places = {folder.resolve(): folder for folder in folders}  # the same folder twice is one run
     if not places:
         raise OptionError("the report has 0 run folders: pass at least 1")
-    page = _render(_names_of(list(places)), [read_run(folder) for folder in places.values()])
     if not path.parent.is_dir():
         raise OptionError(f"there is no folder {path.parent} for {path.name}: make it first")
+    page = _render(_names_of(list(places)), [read_run(folder) for folder in places.values()])
     write_whole(path, page.encode(errors="replace"))
 
 
