@@ -86,9 +86,8 @@ def _ends_with_code(command: Callable[..., int | None]) -> Callable[..., None]:
 def _say(text: str, code: int, prefix: str = "bigbatch: ") -> int:
     """Prints an error on the rank that raised it, and returns the exit code."""
     ranks = here()
-    error = sys.exception()
-    ranks.let_others_speak(error)
-    ranks.record(error)
+    if (error := sys.exception()) is not None:
+        ranks.record(error)
     print(f"bigbatch (rank {ranks.rank}): {text}" if ranks.num > 1 else f"{prefix}{text}", file=sys.stderr)
     return code
 

@@ -7,13 +7,9 @@ BAD_INPUT = 2
 TASK_RAISED = 3
 NOT_WRITTEN = 4
 STOPPED = 5
-INTERRUPTED = 130  # 128 + SIGINT, as in shells
-CLOSED_PIPE = 141  # 128 + SIGPIPE
-
-
-def code_of_signal(number: int) -> int:
-    """The exit code of a process that a signal ended, as in shells."""
-    return 128 + number
+BY_SIGNAL = 128  # plus the number of the signal, as in shells
+INTERRUPTED = BY_SIGNAL + 2
+CLOSED_PIPE = BY_SIGNAL + 13
 
 
 class TaskError(BigBatchError, ValueError):

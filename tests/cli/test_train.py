@@ -145,16 +145,16 @@ def loss(model, batch):
 
 
 def test_ctrl_c_ends_cleanly_and_the_resumed_run_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of the fourth step. A signal from outside is in tests/crash/test_signals.py."""
+    """In the middle of the third step. A signal from outside is in tests/crash/test_signals.py."""
     task, out = write_task(tmp_path, INTERRUPTED, dropout=0.3), tmp_path / "run"
     train(task, tmp_path / "undisturbed", "--no-compare")
-    monkeypatch.setenv("INTERRUPT_AT", str(1 + 3 * 6 + 2))  # the first call warms up
+    monkeypatch.setenv("INTERRUPT_AT", str(1 + 2 * 6 + 2))  # the first call warms up
     done = run("train", task, "--out", out, "--no-compare")
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert f"interrupted: to continue, bigbatch train {task} --resume {out}" in done.stderr
     summary = summary_of(out)
-    assert (summary["status"], summary["num_steps"], len(history_of(out))) == ("interrupted", 3, 3)
+    assert (summary["status"], summary["num_steps"], len(history_of(out))) == ("interrupted", 2, 2)
     assert (out / "model.safetensors").exists()
     assert (out / "report.html").exists()
     monkeypatch.delenv("INTERRUPT_AT")

@@ -54,16 +54,15 @@ class Ranks:
     def end(self) -> None:
         """Disconnects from the other ranks after a successful run."""
 
-    def let_others_speak(self, error: BaseException | None) -> None:
-        """Waits before an error is printed: torchrun ends all processes when one ends, also the one with the cause."""
-        if self.num > 1:
-            time.sleep(10.0 if isinstance(error, RankError) else 0.0 if self.is_first else 3.0)
+    def record(self, error: BaseException) -> None:
+        """Writes the error where torchrun looks for the root cause.
 
-    def record(self, error: BaseException | None) -> None:
-        """Writes the error where torchrun looks for the root cause."""
-        if self.num > 1 and error is not None:
+        torchrun ends all processes when one ends, so a rank with a later error waits for the rank with the cause.
+        """
+        if self.num > 1:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+            time.sleep(10.0 if isinstance(error, RankError) else 0.0 if self.is_first else 3.0)
             get_error_handler().record_exception(error)
 
     def leave(self, code: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from ..errors import code_of_signal
+from ..errors import BY_SIGNAL
 
 _SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
@@ -37,7 +37,7 @@ class Interruption:
     @property
     def code(self) -> int:
         """The exit code of the process."""
-        return code_of_signal(signal.SIGTERM if self._asked is None else self._asked)
+        return BY_SIGNAL + (signal.SIGTERM if self._asked is None else self._asked)
 
     def __enter__(self) -> "Interruption":
         if threading.current_thread() is threading.main_thread():  # Python allows no other
@@ -49,7 +49,7 @@ class Interruption:
             try:
                 self._on_second()
             finally:
-                os._exit(code_of_signal(number))
+                os._exit(BY_SIGNAL + number)
         self._asked = number
         self._on_first()
 
