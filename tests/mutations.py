@@ -221,7 +221,7 @@ checkpoint: the shuffles of earlier epochs are not repeated | tensorflow/checkpo
 - self._num_behind = self.epoch
 + self._num_behind = 0
 cli: an interrupted batch counts as done after a resume | cli/run/checkpoints.py | test-cli test-crash
-- return self._counts["num_steps"]
+- return self._done.num_steps
 + return object()
 cli: random numbers are not restored | cli/run/checkpoints.py | test-cli test-crash
 - randomness.restore(found)
@@ -230,8 +230,8 @@ cli: the batches draw other random numbers after a resume | cli/run/checkpoints.
 - data.stream.state = found["batches"]
 + pass
 cli: the schedule begins anew after a resume | cli/run/checkpoints.py | test-cli test-crash
-- self._counts.update(counts)
-+ self._counts.update({**counts, "num_applied": 0})
+- vars(self._done).update(done)
++ vars(self._done).update({**done, "num_applied": 0})
 cli: skipped steps of TensorFlow are forgotten by a resume | cli/engines/tensorflow.py | test-cli
 - return [variable for variable in self.accumulator.variables if id(variable) not in others]
 + return [v for v in self.accumulator.variables if id(v) not in others and v.name != "skipped:0"]
@@ -262,8 +262,8 @@ verify: every small difference is rounding | core/verify/diagnosis.py | test-tor
 - self.noise = max(own, moved) if moved < 1e-4 else own
 + self.noise = 1e-2
 cli: skipped steps advance the schedule | cli/run/train.py | test-cli
-- counts["num_applied"] += step.is_applied
-+ counts["num_applied"] += 1
+- done.num_applied += record.is_applied
++ done.num_applied += 1
 cli: the loss of a JAX run is not weighted | cli/engines/jax.py | test-cli
 - jnp.where(w == 0, 0, term * w)
 + jnp.where(w == 0, 0, term)

@@ -27,7 +27,7 @@ class TensorFlowEngine(Engine):
         self.task = task
         self.device = device_of(config.device)
         keras.utils.set_random_seed(config.seed)
-        randomness.OfKeras.begin(config.seed)
+        randomness.seed_keras(config.seed)
         tf.random.set_global_generator(tf.random.Generator.from_seed(config.seed))  # else its seed is another each time
         keras.config.set_dtype_policy(POLICIES[config.precision])
         with tf.device(self.device), their_own_errors():
