@@ -313,10 +313,8 @@ def test_low_precision_parameters_accumulate_in_float32(dtype: torch.dtype) -> N
 def test_low_precision_is_rounded_once(
     way: str, make_optimizer: Any, has_grad_dtype: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An optimizer that needs gradients in the dtype of its parameters gets the float32 sum, rounded once.
-
-    Older versions of torch have no grad_dtype; the fallback gives the same bits.
-    """
+    """An optimizer that wants gradients like its parameters gets the float32 sum, rounded once. Older versions
+    of torch have no grad_dtype; the way taken there gives the same, bit for bit."""
     if not gradients.HAS_GRAD_DTYPE and has_grad_dtype:
         pytest.skip(f"torch {torch.__version__} has no grad_dtype")
     monkeypatch.setattr(gradients, "HAS_GRAD_DTYPE", has_grad_dtype)
@@ -370,7 +368,7 @@ def test_accumulate_dtype_widens_the_sums() -> None:
     assert accumulator.flush().is_applied
 
 
-def test_grad_dtype_of_the_user_is_restored() -> None:
+def test_the_users_own_grad_dtype_is_given_back() -> None:
     if not gradients.HAS_GRAD_DTYPE:
         pytest.skip(f"torch {torch.__version__} has no grad_dtype")
     model: Any = nn.Linear(6, 4, bias=False).bfloat16()
