@@ -1,4 +1,4 @@
-"""Folding is linear, and keeps what is small enough."""
+"""Sketches are linear, and exact for small gradients."""
 
 import numpy as np
 import pytest
