@@ -1,4 +1,4 @@
-"""Sets up three logical CPUs for strategies of two or three replicas, which must happen before TensorFlow starts."""
+"""Three logical CPUs, for a MirroredStrategy of two or three replicas; TensorFlow wants to know before it starts."""
 
 import os
 
@@ -17,14 +17,14 @@ tf.config.set_logical_device_configuration(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In the quick run graphs are not optimized: most run once or twice, and optimizing takes longer than that."""
+    """In the quick run graphs are not optimized: most are run once or twice, and optimizing takes longer than that."""
     if not config.getoption("--all"):
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
 @pytest.fixture
 def float64() -> Iterator[None]:
-    """Runs everything in float64, so that any difference is rounding."""
+    """Everything in float64, so that what is left of a difference is rounding."""
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     yield
@@ -34,19 +34,19 @@ def float64() -> Iterator[None]:
 
 @pytest.fixture
 def eagerly() -> Iterator[None]:
-    """Runs every tf.function eagerly."""
+    """Every tf.function is run as the Python that it was."""
     tf.config.run_functions_eagerly(True)
     yield
     tf.config.run_functions_eagerly(False)
 
 
 EAGER = {"test_accumulator", "test_nonfinite", "test_optimizers", "test_refusals", "test_users"}
-"""Modules whose tests do not depend on graphs; tracing a graph takes ten times as long as a step."""
+"""Modules about what a step does and refuses, not about graphs; tracing a graph takes ten times as long as a step."""
 
 
 @pytest.fixture(autouse=True)
 def _eagerly_in_the_quick_run(request: pytest.FixtureRequest) -> None:
-    """With `--all` they are compiled, as for users; tests with the marker `compiled` always are."""
+    """With `--all` they are compiled, as users have it; tests with the marker `compiled` always are."""
     is_quick = not request.config.getoption("--all") and request.module.__name__.rpartition(".")[2] in EAGER
     if is_quick and not request.node.get_closest_marker("compiled"):
         request.getfixturevalue("eagerly")
