@@ -11,7 +11,7 @@ ERRORS = [c for c in CLASSES if not issubclass(c, Warning)]
 
 
 def drawn():
-    """The tree in the docstring: each name and its parent."""
+    """The tree in the docstring: each name, and the name it hangs from."""
     parents = {}
     for line in errors.__doc__.splitlines():
         if found := re.match(r"^(?:([├└])── (\w+)|(BigBatchError)$)", line):
@@ -19,20 +19,20 @@ def drawn():
     return parents
 
 
-def test_every_error_is_a_bigbatch_error():
+def test_every_error_is_ours():
     assert len(ERRORS) > 5
     for error in ERRORS:
         assert issubclass(error, bigbatch.BigBatchError)
 
 
-def test_docstring_draws_the_tree_of_errors():
+def test_drawn_tree_is_the_tree():
     real = {
         error.__name__: None if error is bigbatch.BigBatchError else error.__bases__[0].__name__ for error in ERRORS
     }
     assert drawn() == real
 
 
-def test_docstring_names_the_builtin_bases():
+def test_drawn_tree_says_what_else_an_error_is():
     assert "MissingExtraError (also an ImportError)" in errors.__doc__
 
 
@@ -71,6 +71,6 @@ def test_warning_is_a_user_warning_and_no_error():
     assert not issubclass(bigbatch.BigBatchWarning, bigbatch.BigBatchError)
 
 
-def test_each_error_has_a_docstring():
+def test_each_says_what_it_is_for():
     for error in CLASSES:
         assert error.__doc__

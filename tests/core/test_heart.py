@@ -52,7 +52,7 @@ def test_other_expressions_are_not(source: str) -> None:
 KINDS = {
     "Fraction": (Fraction, {}),
     "float": (float, {}),
-    "array": (lambda number: np.array([float(number)] * 3), {"where": np.where}),  # three windows at once
+    "array": (lambda number: np.array([float(number)] * 3), {"where": np.where}),  # three windows at a time
     "0-dim array": (lambda number: np.array(float(number)), {"where": np.where}),
 }
 WINDOWS = {
@@ -107,7 +107,7 @@ def added_up(losses, by, options):
 
 
 def kept(like, value):
-    """The value as a Fraction if the losses are Fractions; the heart returns 0.0 and 1.0 for all kinds."""
+    """As a Fraction if the losses are: the heart has 0.0 and 1.0 for all kinds."""
     return Fraction(value) if isinstance(like, Fraction) else value
 
 
@@ -155,7 +155,7 @@ def test_what_counts_nothing_is_left_out_even_if_it_is_not_finite(kind) -> None:
 
 
 def test_windows_side_by_side_have_their_own_totals() -> None:
-    """Arrays may hold several windows. One is empty, which neither divides by zero nor affects the others."""
+    """As arrays have them: one is empty, which neither divides by zero nor reaches the others."""
     weights, total = np.array([1.0, 0.0, 3.0]), np.array([4.0, 0.0, 4.0])
     with np.errstate(all="raise"):
         np.testing.assert_array_equal(share(weights, total, np.where), [0.25, 0.0, 0.75])

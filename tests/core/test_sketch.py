@@ -1,4 +1,4 @@
-"""Sketches are linear, and exact for small gradients."""
+"""Folding is linear, and keeps what is small enough."""
 
 import numpy as np
 import pytest

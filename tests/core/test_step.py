@@ -25,7 +25,7 @@ def history(*epochs):
 
 
 class Fetch:
-    """Terms on a device, with a count of how often they were fetched."""
+    """Terms that are on some device, and how often they were fetched."""
 
     def __init__(self, *terms):
         self.terms = terms
@@ -63,7 +63,7 @@ def test_loss_is_the_sum_of_its_terms():
 
 
 @pytest.mark.parametrize("weight", [0, 0.0, (0, 0)])
-def test_loss_with_weight_zero_is_nan(weight):
+def test_loss_over_nothing_is_not_a_number(weight):
     terms = (0.0, 0.0) if isinstance(weight, tuple) else (0.0,)
     assert math.isnan(step(terms, weight).loss)
 
@@ -72,7 +72,7 @@ def test_loss_over_something_in_one_term():
     assert step((0.0, 2.0), (0, 3)).loss == 2.0
 
 
-def test_sum_with_weight_zero_is_finite():
+def test_sum_over_nothing_is_a_number():
     assert step((7.0,), 0, reduction="sum").loss == 7.0
 
 
@@ -111,7 +111,7 @@ def test_losses_leave_out_terms_over_nothing():
     assert made.losses == pytest.approx([3.0 + 1.0])
 
 
-def test_losses_of_an_epoch_with_weight_zero_are_nan():
+def test_losses_of_an_epoch_over_nothing_are_not_a_number():
     assert math.isnan(history([step((0.0,), 0)]).losses[0])
 
 
@@ -170,7 +170,7 @@ def test_saved_and_loaded_is_the_same(tmp_path):
     assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "history.jsonl").read_bytes()
 
 
-def test_saves_to_a_text_path_and_writes_no_other_file(tmp_path):
+def test_saves_to_a_text_path_and_nothing_beside_it(tmp_path):
     history(*EPOCHS).save(str(tmp_path / "history.jsonl"))
     assert [path.name for path in tmp_path.iterdir()] == ["history.jsonl"]
 
@@ -209,7 +209,7 @@ def test_numpy_weights_can_be_saved(tmp_path):
 
 
 @pytest.mark.parametrize("is_ended", [False, True])
-def test_loaded_history_continues(tmp_path, is_ended):
+def test_a_loaded_history_goes_on_where_it_was(tmp_path, is_ended):
     made = History()
     made.append(step((1.0,)))
     if is_ended:
@@ -276,14 +276,14 @@ def test_damaged_line_is_named(tmp_path, damage):
         History.load(path)
 
 
-def test_file_that_is_not_text_is_a_state_error(tmp_path):
+def test_file_that_is_no_text_is_a_state_error(tmp_path):
     path = tmp_path / "history.jsonl"
     path.write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(StateError, match=r"history\.jsonl"):
         History.load(path)
 
 
-def test_missing_file_is_not_a_state_error(tmp_path):
+def test_file_that_is_not_there_is_no_state_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         History.load(tmp_path / "none.jsonl")
 
@@ -333,7 +333,7 @@ except bigbatch.MissingExtraError as error:
     assert done.stdout == 'History.plot needs matplotlib: pip install "bigbatch[cli]"\n'
 
 
-def test_repeated_to_lines_gives_the_lines_of_one_call():
+def test_lines_that_are_written_again_and_again_are_those_of_one_writing():
     growing, fetches = History(), [Fetch(float(number)) for number in range(7)]
     for number, fetch in enumerate(fetches):
         growing.append(step(fetch))

@@ -40,7 +40,7 @@ def test_nothing_to_compare_is_exact():
     assert "exact: the largest error is 0.0e+00" in str(judge({}, [], 1e-9))
 
 
-def test_judge_copies_its_arguments():
+def test_judge_copies_what_it_is_given():
     errors, causes = {"weight": 0.5}, ["one"]
     verification = judge(errors, causes, 1e-9)
     errors["weight"] = 0.0
@@ -66,7 +66,7 @@ def test_table_of_an_exact_one():
     )
 
 
-def test_table_of_an_inexact_one():
+def test_table_of_one_that_is_not():
     text = str(judge({"a": 2e-16, "b": 0.31}, ["divided by 4", "dropout"], 1e-6, 0.2))
     assert text == "\n".join(
         [
@@ -115,9 +115,9 @@ def test_no_distance_is_no_error():
     assert relative_error(0.0, norm=0.0, total_norm=0.0) == 0.0
 
 
-def test_distance_from_zero_is_infinite():
+def test_distance_from_nothing_is_infinite():
     assert relative_error(1e-300, norm=0.0, total_norm=0.0) == math.inf
 
 
-def test_nan_distance_is_not_an_error_of_zero():
+def test_distance_that_is_not_a_number_is_no_error_of_zero():
     assert math.isnan(relative_error(math.nan, norm=1.0, total_norm=1.0))

@@ -88,7 +88,7 @@ def test_both_ways_agree(window):
     np.testing.assert_allclose(counting_first(*window), dividing_at_the_end(*window), rtol=1e-11, atol=1e-10)
 
 
-def test_negative_control_mean_of_means():
+def test_mean_of_means_is_not_the_formula():
     with pytest.raises(AssertionError):
         assert_formula(mean_of_means, [(16,), (16,), (5,)], [(1.0,), (2.0,), (7.0,)])
 
@@ -133,7 +133,7 @@ def test_totals_refuse_a_window_of_uneven_terms():
 
 @stable
 @given(window=windows_of_terms())
-def test_shares_sum_to_one_or_zero(window):
+def test_scales_add_up_to_one_or_nothing(window):
     weights, _ = window
     total = totals(weights)
     by = [shares(weight, total) for weight in weights]
@@ -141,18 +141,18 @@ def test_shares_sum_to_one_or_zero(window):
         assert t == (pytest.approx(1.0) if whole else 0.0)
 
 
-def test_share_of_a_total_of_zero_is_zero():
+def test_scale_over_nothing_is_zero():
     assert shares((0, 3), (0, 6)) == (0.0, 0.5)
 
 
-def test_shares_are_one_with_reduction_sum():
+def test_sum_scales_nothing():
     assert shares((7, 0), (14, 0), "sum") == (1.0, 1.0)
 
 
 # --- weighted --------------------------------------------------------------------------------------------
 
 
-def test_weighted_leaves_out_weight_zero():
+def test_weighted_leaves_out_what_counts_nothing():
     assert weighted([(math.nan,), (2.0,), (math.inf,)], [(0.0,), (0.5,), (0.0,)]) == (1.0,)
 
 
@@ -181,7 +181,7 @@ def fed(tally, *weights):
     return found
 
 
-def test_weights_refer_to_the_first_weight():
+def test_tally_scales_by_the_first_weight():
     tally = Weights()
     assert fed(tally, 4, 8, 1) == [1.0, 2.0, 0.25]
     assert tally.rest((13,)) == (4 / 13,)
@@ -193,25 +193,25 @@ def test_tally_keeps_sums_as_large_as_a_mean():
     assert fed(Weights(), *[50_000] * 8) == [1.0] * 8
 
 
-def test_weights_that_start_with_zero():
+def test_tally_that_starts_with_nothing():
     tally = Weights()
     assert fed(tally, 0, 6) == [0.0, 6.0]
     assert tally.rest((6,)) == (pytest.approx(1 / 6),)
 
 
-def test_weights_that_are_all_zero():
+def test_tally_of_nothing_at_all():
     tally = Weights()
     assert fed(tally, 0, 0) == [0.0, 0.0]
     assert tally.rest((0,)) == (0.0,)
 
 
-def test_weights_with_reduction_sum():
+def test_tally_of_sums_scales_nothing():
     tally = Weights("sum")
     assert fed(tally, 4, 0, 9) == [1.0, 1.0, 1.0]
     assert tally.rest((13,)) == (1.0,)
 
 
-def test_asking_for_a_share_does_not_add_a_weight():
+def test_asking_for_a_scale_counts_nothing():
     tally = Weights()
     tally.share((4,))
     tally.share((2,))
@@ -219,7 +219,7 @@ def test_asking_for_a_share_does_not_add_a_weight():
     assert fed(tally, 8, 4) == [1.0, 0.5]
 
 
-def test_weights_refuse_another_number_of_terms():
+def test_tally_refuses_other_terms():
     tally = Weights()
     tally.add((1, 2))
     with pytest.raises(WeightError, match=r"has 1 weights, those before it in the window have 2"):
@@ -242,14 +242,14 @@ def test_refuses_a_bad_weight_behind_a_good_one():
         check_weight((1, -2), of="this micro-batch")
 
 
-def test_message_shortens_a_long_weight():
+def test_a_long_weight_is_told_in_short():
     with pytest.raises(WeightError) as caught:
         check_weight((np.ones(300),), of="micro-batch 3")
     assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize("good", [0, 0.0, 5, 2.5, True, np.int64(3), np.float32(1.5), Fraction(1, 3)])
-def test_accepts_a_weight(good):
+def test_takes_a_weight(good):
     assert check_weight((good,), of="this micro-batch") == (good,)
     assert is_number(good)
 
@@ -271,7 +271,7 @@ def test_refuses_a_reduction(bad):
 
 
 @pytest.mark.parametrize("good", ["mean", "sum"])
-def test_accepts_a_reduction(good):
+def test_takes_a_reduction(good):
     check_reduction(good)
 
 
