@@ -1,4 +1,4 @@
-"""Damaged checkpoints: changed bytes, forged files, full disks."""
+"""Checkpoints on a bad day: bytes that changed, files that are somebody else's, disks that are full."""
 
 import errno
 import json
@@ -37,7 +37,7 @@ def saved(folder: Path, num: int = 2) -> Store:
 
 
 def damaged(folder: Path) -> str:
-    """Asserts that loading names the damaged second checkpoint and uses the first; returns the warning."""
+    """Loads, expects that the second is named and the first is used; returns what was said."""
     with pytest.warns(BigBatchWarning) as told:
         found = Store(folder).load()
     assert found is not None
@@ -48,7 +48,7 @@ def damaged(folder: Path) -> str:
     return message
 
 
-def test_saved_state_is_restored(tmp_path: Path) -> None:
+def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     store = saved(tmp_path, 5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000004", "000005", "lock"]
     found = store.load()
@@ -61,8 +61,8 @@ def test_saved_state_is_restored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_any_changed_byte_is_found(name: str, tmp_path: Path) -> None:
-    """Changes every single byte of every file: header, values, manifest, history."""
+def test_any_byte_that_is_another(name: str, tmp_path: Path) -> None:
+    """Every single byte of every file: header, values, manifest, history."""
     saved(tmp_path)
     path = tmp_path / "000002" / name
     content = path.read_bytes()
@@ -78,7 +78,7 @@ def test_any_changed_byte_is_found(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_truncated_longer_empty_or_missing_files(name: str, tmp_path: Path) -> None:
+def test_truncated_longer_empty_or_gone(name: str, tmp_path: Path) -> None:
     saved(tmp_path)
     path = tmp_path / "000002" / name
     content = path.read_bytes()
@@ -102,8 +102,8 @@ def test_a_file_of_another_checkpoint(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_link_to_another_file(name: str, tmp_path: Path) -> None:
-    """It is refused even if the content is the same, because the other file may change."""
+def test_a_link_to_elsewhere(name: str, tmp_path: Path) -> None:
+    """Even to a file with the same content: what is elsewhere may change."""
     saved(tmp_path / "run")
     path = tmp_path / "run" / "000002" / name
     path.rename(tmp_path / "elsewhere")
@@ -111,7 +111,7 @@ def test_link_to_another_file(name: str, tmp_path: Path) -> None:
     damaged(tmp_path / "run")
 
 
-def test_checkpoint_that_is_a_link(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_a_link_to_elsewhere(tmp_path: Path) -> None:
     saved(tmp_path / "run").close()
     second = tmp_path / "run" / "000002"
     second.rename(tmp_path / "elsewhere")
@@ -139,7 +139,7 @@ def test_a_pipe_that_never_ends(tmp_path: Path) -> None:
 
 
 def forged(folder: Path, contents: dict[str, bytes], names: dict[str, str] | None = None, **more: Any) -> None:
-    """A forged checkpoint with the right checksums."""
+    """A checkpoint of a stranger whose checksums are right."""
     folder.mkdir(exist_ok=True)
     for name, content in contents.items():
         (folder / name).write_bytes(content)
@@ -171,7 +171,7 @@ def bomb(mark: Path) -> bytes:
 
 
 def test_a_pickle_bomb_is_not_opened(tmp_path: Path) -> None:
-    """The pickle replaces any file, with right or wrong checksums, or the whole folder."""
+    """In place of any file, with checksums that are right or wrong, or in place of the whole folder."""
     mark = tmp_path / "it went off"
     content = bomb(mark)
     saved(tmp_path / "run")
@@ -188,7 +188,7 @@ def test_a_pickle_bomb_is_not_opened(tmp_path: Path) -> None:
     second.write_bytes(content)
     damaged(tmp_path / "run")
     assert not mark.exists()
-    pickle.loads(content)  # the pickle really runs code
+    pickle.loads(content)  # it is a real one
     assert mark.exists()
 
 
@@ -214,11 +214,11 @@ def test_a_pickle_bomb_is_not_opened(tmp_path: Path) -> None:
         b"NaN",
     ],
 )
-def test_forged_state(state: bytes, tmp_path: Path) -> None:
-    """Although the checksums are right, nothing is trusted; plain values do no harm."""
+def test_a_strangers_state(state: bytes, tmp_path: Path) -> None:
+    """The checksums are right, and still nothing is believed; or it is plain values, which do no harm."""
     saved(tmp_path)
     forged(tmp_path / "000002", {**plain({"w": np.zeros(2, np.float32)}), STATE: state})
-    if state == b"NaN":  # this one has a value
+    if state == b"NaN":  # the one that means something
         found = Store(tmp_path).load()
         assert found is not None
         assert found.state != found.state
@@ -238,7 +238,7 @@ def test_other_formats_and_manifests(tmp_path: Path) -> None:
     assert "1048576 are allowed" in damaged(tmp_path)
 
 
-def test_no_intact_checkpoint(tmp_path: Path) -> None:
+def test_none_that_is_whole(tmp_path: Path) -> None:
     saved(tmp_path)
     for path in tmp_path.glob("0*"):
         (path / STATE).write_bytes(b"")
@@ -246,7 +246,7 @@ def test_no_intact_checkpoint(tmp_path: Path) -> None:
         Store(tmp_path).load()
 
 
-def test_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
+def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
     saved(tmp_path).close()
     (tmp_path / "000002" / STATE).write_bytes(b"")
     store = Store(tmp_path)
@@ -258,7 +258,7 @@ def test_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("0*")} == {"000003", "000004"}
 
 
-def test_leftovers_of_a_killed_process_are_ignored(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_no_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path).close()
     shutil.copytree(tmp_path / "000002", tmp_path / "000003.part")
     store = Store(tmp_path)
@@ -269,7 +269,7 @@ def test_leftovers_of_a_killed_process_are_ignored(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_names_already_in_use(tmp_path: Path) -> None:
+def test_names_that_are_in_the_way(tmp_path: Path) -> None:
     saved(tmp_path, 1).close()
     (tmp_path / "000002.part").write_text("a file")
     (tmp_path / "9999999999999999999").mkdir()
@@ -284,7 +284,7 @@ def test_names_already_in_use(tmp_path: Path) -> None:
 
 
 def test_every_file_and_folder_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a power failure, a name that was not flushed may be lost with everything under it."""
+    """A name that is not on the disk itself may be gone with the power, and all that lies under it."""
     flushed = []
     flush = os.fsync
 
@@ -315,8 +315,8 @@ def test_a_disk_that_fails_when_a_folder_is_flushed(tmp_path: Path, monkeypatch:
         store.save(1, {}, wait=True)
 
 
-def test_missing_safetensors_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error must not say that all checkpoints are damaged."""
+def test_without_safetensors_it_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that all checkpoints are damaged."""
     saved(tmp_path).close()
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(MissingExtraError, match="checkpoints need safetensors"):
@@ -346,8 +346,8 @@ LIMITED = """
 """
 
 
-def test_full_disk(tmp_path: Path) -> None:
-    """A limit on the size of files acts like a full disk."""
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """A limit on the size of files, which the system keeps as it keeps that of a disk."""
     command = [sys.executable, "-c", textwrap.dedent(LIMITED), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -360,7 +360,7 @@ def test_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_small_disk(tmp_path: Path) -> None:
-    """A real file system of one MiB, if the test may mount one."""
+    """A real file system of one MiB, where one may be mounted."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True)
@@ -405,7 +405,7 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
 
 
 def test_a_read_only_disk(tmp_path: Path) -> None:
-    """A read-only disk stops root too; it is tested if the test may mount one."""
+    """Which stops root too, where one may be mounted."""
     saved(tmp_path / "run").close()
     mounts = [["mount", "--bind", str(tmp_path / "run"), str(tmp_path / "run")]]
     mounts.append(["mount", "-o", "remount,ro,bind", str(tmp_path / "run")])
@@ -424,7 +424,7 @@ def test_a_read_only_disk(tmp_path: Path) -> None:
 
 
 def test_training_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state at the call of save is written, however it changes afterwards."""
+    """What is written is what was there when save was called, however it changed since."""
     may_write = threading.Event()
     write = Store._write
 
@@ -445,7 +445,7 @@ def test_training_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest
     assert not [thread for thread in threading.enumerate() if "bigbatch" in thread.name]
 
 
-def test_when_a_checkpoint_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     by_steps, by_time, never = Every("100"), Every("1.5min"), Every(None)
@@ -461,7 +461,7 @@ def test_when_a_checkpoint_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not never.is_due(10**9)
 
 
-def test_invalid_keep(tmp_path: Path) -> None:
+def test_nothing_is_kept(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="keep=0"):
         Store(tmp_path, keep=0)
 
@@ -498,5 +498,5 @@ def same(one: Any, other: Any) -> bool:
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(TREES)
-def test_any_tree_is_restored(tree: Any) -> None:
+def test_any_tree_comes_back_as_it_was(tree: Any) -> None:
     assert same(from_bytes(to_bytes(tree)), tree)

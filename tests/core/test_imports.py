@@ -1,4 +1,4 @@
-"""The packages that an import loads, checked in a separate process because this one has loaded them already."""
+"""Which packages an import brings along; asked in a process of its own, since this one has them already."""
 
 import importlib.util
 import subprocess

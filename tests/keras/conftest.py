@@ -1,13 +1,13 @@
-"""Chooses the backend of Keras for these tests; it cannot change within a process."""
+"""Which backend of Keras these tests run on; it cannot be changed within a process."""
 
 import os
 from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("JAX_ENABLE_X64", "1")  # otherwise JAX has no float64
+os.environ.setdefault("JAX_ENABLE_X64", "1")  # else JAX has no float64
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
-# on JAX most of the time is spent compiling the same operations in every process
+# most of the time on JAX goes into compiling the same operations in every process
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[2] / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
@@ -16,19 +16,15 @@ import pytest
 
 collect_ignore = [] if keras.backend.backend() == "jax" else ["test_data_parallel.py"]
 if keras.backend.backend() != "tensorflow":
-    collect_ignore += [
-        "test_imports.py",
-        "test_replicas.py",
-        "test_tensorflow.py",
-    ]  # tests that are the same on all backends, or need TensorFlow
+    collect_ignore += ["test_imports.py", "test_replicas.py", "test_tensorflow.py"]  # the same on all, or TensorFlow's
 if keras.backend.backend() == "torch":
     import torch
 
-    torch.set_num_threads(1)  # the models are small, so threads would only wait for each other
+    torch.set_num_threads(1)  # small models: threads only wait for each other
 
 
 def pytest_configure(config):
-    """In the quick run graphs are not optimized: most run a few times, and optimizing takes longer than that."""
+    """In the quick run graphs are not optimized: most are run a few times, and optimizing takes longer than that."""
     if keras.backend.backend() == "tensorflow" and not config.getoption("--all"):
         import tensorflow as tf
 
@@ -36,7 +32,7 @@ def pytest_configure(config):
 
 
 FIRST = "tensorflow"
-"""The backend on which the quick run has all tests; on the others it has those that differ there."""
+"""The backend on which the quick run has everything; on the others, what differs there."""
 
 
 def on_first(item):
@@ -45,7 +41,7 @@ def on_first(item):
 
 @pytest.fixture
 def float64():
-    """Runs everything in float64, so that any difference is rounding."""
+    """Everything in float64, so that what is left of a difference is rounding."""
     keras.config.set_floatx("float64")
     yield
     keras.config.set_floatx("float32")
@@ -53,7 +49,7 @@ def float64():
 
 @pytest.fixture(autouse=True)
 def clean():
-    """Resets layer names and graphs for every test."""
+    """Every test names its layers from the beginning and leaves no graph behind."""
     yield
     keras.config.set_dtype_policy(keras.config.floatx())
     keras.backend.clear_session(free_memory=False)

@@ -1,4 +1,4 @@
-"""fit under tf.distribute, on two logical CPUs; test_replicas.py runs it in a separate process."""
+"""fit under tf.distribute, on two logical CPUs; run by test_replicas.py in a process of its own."""
 
 import keras
 import numpy as np
@@ -41,7 +41,7 @@ def test_the_same_as_on_one_device(case: Case) -> None:
         model, history = case.fit(8)
     history = {name: history[name] for name in plain[1]}
     if case.name == "two outputs, one masked":
-        # Keras itself computes the loss of each output in the history, with equal weight for all replicas
+        # the mean of the masked output alone, which only the history shows, is Keras's own: equal weight to replicas
         history["token_loss"] = plain[1]["token_loss"]
     assert gap((model, history), plain) < 1e-12
 
@@ -99,7 +99,7 @@ def test_a_first_batch_that_does_not_divide() -> None:
 
 
 class Delegating(losses.Loss):
-    """Calls a Keras loss, which Keras divides by the number of replicas; it does not divide what this returns."""
+    """Keras divides what it calls by the number of replicas, and not what it returns."""
 
     def __call__(self, y_true, y_pred, sample_weight=None):
         return losses.MeanSquaredError()(y_true, y_pred, sample_weight)
@@ -124,7 +124,7 @@ DIVIDED = {
 @pytest.mark.filterwarnings("ignore:.*one number for all samples")
 @pytest.mark.usefixtures("float64")
 def test_what_a_loss_is_divided_by_is_measured(name: str) -> None:
-    """Trains on 9 + 8 samples."""
+    """On 9 + 8 samples."""
 
     def data():
         x = images()()["x"][:17]
@@ -146,7 +146,7 @@ def test_what_layers_add_is_measured(build) -> None:
 
 
 def test_eager() -> None:
-    """steps_per_execution is not tested: under MirroredStrategy Keras 3.15 itself fails with TensorFlow 2.21."""
+    """steps_per_execution is not tried: under MirroredStrategy it fails in Keras 3.15 with TensorFlow 2.21 itself."""
     plain = CASES[0].fit(None)
     with STRATEGY.scope():
         assert gap(CASES[0].fit(8, run_eagerly=True), plain) < 1e-5
@@ -161,7 +161,7 @@ def one_weight(**options):
 
 
 def test_clipping_sees_the_gradient_of_all_replicas() -> None:
-    """The gradients are +10.1 and -9.9; clipped per replica to norm 1 they would cancel out."""
+    """+10.1 and -9.9: clipped one by one to norm 1 they cancel out."""
     with STRATEGY.scope():
         model = one_weight(optimizer=keras.optimizers.SGD(1.0, clipnorm=1.0))
     x = np.array([[10.1], [10.1], [-9.9], [-9.9]])
@@ -187,7 +187,7 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all(row: int) -> None:
 
 @pytest.mark.parametrize("micro_batch_size", [1, 16])
 def test_one_reduction_of_gradients_a_step(micro_batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many micro-batches there are, one group has the four weights and one the number of samples."""
+    """However many micro-batches: one group for the four weights, and one for the number of samples."""
     groups = []
     plain = tf.distribute.ReplicaContext.all_reduce
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_mirrored(request: pytest.FixtureRequest) -> None:
-    """Runs in a separate process, because the devices must be set up before anything runs."""
+    """The devices have to be set up before anything runs, so in a process of its own."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/keras/replica_suite.py"]
     command += ["--all"] if request.config.getoption("--all") else []
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
@@ -36,7 +36,7 @@ def free_ports(num: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_two_workers(tmp_path: Path) -> None:
-    """Two real processes end with the weights and the history of plain fit in one process."""
+    """Two real processes; both end with the weights and the history of plain fit in one."""
     ports = list(map(str, free_ports(2)))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     workers = [

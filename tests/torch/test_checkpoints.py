@@ -1,4 +1,4 @@
-"""A loop that is stopped anywhere and resumed ends with the same result as one that was not stopped."""
+"""A loop that is stopped anywhere and taken up again ends as if nothing had happened."""
 
 import os
 import random
@@ -33,12 +33,12 @@ def data() -> TensorDataset:
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     x, y = batch
-    x = x + 0.1 * float(np.random.rand()) + 0.1 * random.random()  # augmented with a global random generator
+    x = x + 0.1 * float(np.random.rand()) + 0.1 * random.random()  # augmented by whoever draws
     return F.cross_entropy(model(x), y)
 
 
 class Loop:
-    """A training loop with every source of random numbers and state."""
+    """A training loop with all that draws random numbers or remembers something."""
 
     def __init__(self, folder: Path, kind: str = "", every: Any = 1) -> None:
         torch.manual_seed(0)
@@ -53,7 +53,7 @@ class Loop:
         if kind == "momentum":
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
-        if kind == "nadam":  # keeps a float32 value for each float64 parameter
+        if kind == "nadam":  # has a float32 of its own for each parameter, which is float64
             model = model.double()
             optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -77,7 +77,7 @@ class Loop:
 
     def run(self, stop: int | None = None) -> "Loop":
         for x, y in self.checkpoints.batches(self.loader, EPOCHS):
-            self.checkpoints.wait()  # like a fast disk, so that every batch has a checkpoint
+            self.checkpoints.wait()  # as a disk that is quick, so that there is one of every batch
             if self.checkpoints.num_batches == stop:
                 break
             x = x.to(self.accumulator.model[0].weight.dtype)
@@ -128,7 +128,7 @@ def test_stopped_anywhere(kind: str, stops: Sequence[int], tmp_path: Path) -> No
 
 
 class Shuffled:
-    """Shuffles by the epoch number, as a DistributedSampler does."""
+    """Draws the order from the number of the epoch, as a DistributedSampler does."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -149,11 +149,11 @@ def stream_of_windows(kind: str) -> Any:
         return windows(DataLoader(numbers, shuffle=True, generator=torch.Generator().manual_seed(7)), 2)
     if kind == "by the epoch":
         return windows(DataLoader(numbers, sampler=Shuffled()), 2)
-    return windows(DataLoader(numbers), lambda step: 1 + step)  # windows of growing length
+    return windows(DataLoader(numbers), lambda step: 1 + step)  # ever longer
 
 
 def seen_in_windows(folder: Path, kind: str, stop: int | None, *, is_same: bool) -> list[Any]:
-    """The windows that are trained on. The loop stops after `stop` windows and resumes, here or in a new process."""
+    """All that is trained on; left after `stop` windows and entered again, in the same process or another."""
     seen = []
     data: Any = stream_of_windows(kind)
     for last in (stop, None):
@@ -177,14 +177,14 @@ def seen_in_windows(folder: Path, kind: str, stop: int | None, *, is_same: bool)
 
 @pytest.mark.parametrize("is_same", [False, True])
 @pytest.mark.parametrize("kind", ["by its own generator", "by the epoch", "ever longer"])
-def test_windows_resume(kind: str, is_same: bool, tmp_path: Path) -> None:
+def test_windows_are_taken_up(kind: str, is_same: bool, tmp_path: Path) -> None:
     whole = seen_in_windows(tmp_path / "whole", kind, None, is_same=False)
     assert sorted(x for window in whole for x in window) == sorted([[float(x)]] for x in range(7) for _ in range(3))
     for stop in range(1, len(whole) + 1):
         assert seen_in_windows(tmp_path / f"{stop}", kind, stop, is_same=is_same) == whole, f"left after {stop}"
 
 
-def test_windows_over_an_iterator_are_refused(tmp_path: Path) -> None:
+def test_windows_of_what_is_gone_through_once_are_refused(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     with pytest.raises(OptionError, match="data is a list_iterator, which can be gone through once"):
         next(loop.checkpoints.batches(windows(iter([1, 2]), 2)))
@@ -197,7 +197,7 @@ def test_stopped_again_and_again_with_few_checkpoints(tmp_path: Path) -> None:
     assert Loop(tmp_path / "broken", every=2).run().ends_as(whole)
 
 
-def test_result_differs_without_the_random_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_random_numbers_it_would_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Loop(tmp_path / "whole").run()
     Loop(tmp_path / "other").run(5)
     monkeypatch.setattr(Checkpoints, "_set_random", lambda *_: None)
@@ -205,7 +205,7 @@ def test_result_differs_without_the_random_state(tmp_path: Path, monkeypatch: py
 
 
 class Augmented(TensorDataset):
-    """Draws augmentation from the same generator as dropout, each time an item is read."""
+    """Drawn anew whenever it is asked for, from what dropout draws from too."""
 
     def __getitem__(self, index: Any) -> Any:
         x, y = super().__getitem__(index)
@@ -213,7 +213,7 @@ class Augmented(TensorDataset):
 
 
 def stepped(folder: Path, stop: int, how: str) -> Loop:
-    """A loop that saves by hand at the batch where it stops, or runs to its end."""
+    """A loop that saves by hand when it stops at a batch; goes to its end if there is no such batch."""
     loop = Loop(folder, every=None)
     loop.loader = DataLoader(Augmented(*data().tensors), BATCH_SIZE, shuffle=True)
     num_calls = 0
@@ -247,7 +247,7 @@ def stepped(folder: Path, stop: int, how: str) -> Loop:
 
 @pytest.mark.parametrize("how", ["before the step", "in the step", "in the loop", "after the step"])
 def test_saved_by_hand(how: str, tmp_path: Path) -> None:
-    """No batch is repeated or left out, whether the current batch is done or not."""
+    """Whether the batch in hand is done or not, no batch is done twice and none is left out."""
     whole = stepped(tmp_path / "whole", -1, "")
     assert len(whole.history) == NUM_BATCHES
     for stop in range(0, NUM_BATCHES, 3 if how == "after the step" else 2):
@@ -257,7 +257,7 @@ def test_saved_by_hand(how: str, tmp_path: Path) -> None:
         assert stepped(tmp_path / f"{stop}", -1, "").ends_as(whole), f"stopped at batch {stop}"
 
 
-def test_loop_continues_after_break_in_the_same_process(tmp_path: Path) -> None:
+def test_a_loop_that_is_left_and_taken_up_in_the_same_process(tmp_path: Path) -> None:
     whole = Loop(tmp_path / "whole").run()
     loop = Loop(tmp_path / "left")
     for stop in (2, 5, 6):
@@ -305,7 +305,7 @@ class Embedded(nn.Module):
         return self.out(self.table(x).mean(1))
 
 
-def test_open_window_with_sparse_gradients(tmp_path: Path) -> None:
+def test_a_window_with_sparse_gradients_that_is_open(tmp_path: Path) -> None:
     def make() -> Any:
         torch.manual_seed(0)
         model = Embedded()
@@ -360,7 +360,7 @@ def refused(folder: Path, model: nn.Module, optimizer: Any = None, **more: Any) 
     return str(error.value)
 
 
-def test_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     def net(width: int = 32) -> nn.Sequential:
         return nn.Sequential(nn.Linear(64, width), nn.Linear(width, 10))
 
@@ -380,7 +380,7 @@ def test_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     assert "only the optimizer of the checkpoint has the option amsgrad" in refused(tmp_path, other, kind)
 
 
-def test_extra_object_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+def test_what_is_saved_along_and_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     model = nn.Linear(64, 10)
     accumulator = Accumulator(model, torch.optim.AdamW(model.parameters()), loss, 5)
     with Checkpoints(tmp_path, accumulator, ema=nn.Linear(4, 3)) as checkpoints:
@@ -389,7 +389,7 @@ def test_extra_object_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     assert "weight is torch.float32[3, 4] in the checkpoint but torch.float32[2, 4]" in text
 
 
-def test_shorter_data_is_refused(tmp_path: Path) -> None:
+def test_the_data_has_become_shorter(tmp_path: Path) -> None:
     Loop(tmp_path).run(3)
     loop = Loop(tmp_path)
     loop.loader = DataLoader(TensorDataset(*data()[:20]), BATCH_SIZE, shuffle=True)
@@ -397,12 +397,12 @@ def test_shorter_data_is_refused(tmp_path: Path) -> None:
         loop.run()
 
 
-def test_generator_is_refused(tmp_path: Path) -> None:
+def test_a_generator_cannot_be_taken_up(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="a generator, which can be gone through once"):
         next(Loop(tmp_path).checkpoints.batches(batch for batch in [1]))
 
 
-def test_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path: Path) -> None:
+def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
     whole = Loop(tmp_path / "whole").run()
     Loop(tmp_path / "broken").run(6)
     newest = max((tmp_path / "broken").glob("[0-9]*")) / "state.safetensors"
@@ -413,7 +413,7 @@ def test_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path: Path) -
         assert Loop(tmp_path / "broken").run().ends_as(whole)
 
 
-def test_reserved_names_and_invalid_intervals(tmp_path: Path) -> None:
+def test_names_that_are_taken_and_times_that_are_none(tmp_path: Path) -> None:
     accumulator = Loop(tmp_path).accumulator
     with pytest.raises(OptionError, match="model is saved already"):
         Checkpoints(tmp_path, accumulator, model=accumulator.model)
@@ -422,7 +422,7 @@ def test_reserved_names_and_invalid_intervals(tmp_path: Path) -> None:
             Checkpoints(tmp_path, accumulator, every=every)
 
 
-def test_extra_objects_are_saved(tmp_path: Path) -> None:
+def test_more_is_saved_along(tmp_path: Path) -> None:
     accumulator = Loop(tmp_path / "a").accumulator
     ema = torch.optim.swa_utils.AveragedModel(accumulator.model)
     ema.update_parameters(accumulator.model)
@@ -434,7 +434,7 @@ def test_extra_objects_are_saved(tmp_path: Path) -> None:
     assert int(other.n_averaged) == 1
 
 
-def test_objects_that_would_run_code_are_refused(tmp_path: Path) -> None:
+def test_what_would_run_code_is_not_saved(tmp_path: Path) -> None:
     class Odd:
         def state_dict(self) -> dict[str, Any]:
             return {"f": {"inner": print}}
