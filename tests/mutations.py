@@ -1,4 +1,4 @@
-"""Plants one-line bugs in a copy of bigbatch, one at a time, and records which test catches each of them.
+"""Plants one-line bugs in copies of bigbatch, one at a time, and records which test catches each of them.
 
     python -m tests.mutations --check           # only check that every bug still applies to the code
     python -m tests.mutations                   # try all of them: about an hour; writes tests/mutations.md
@@ -284,7 +284,7 @@ class Mutation:
     new: str
 
     def applied(self, source: str) -> str:
-        """The source with the bug in it; raises ValueError if it does not fit."""
+        """The source with the bug in it. Raises ValueError if the bug cannot be planted."""
         if (num := source.count(self.old)) != 1:
             raise ValueError(f"the line to change occurs {num} times in {self.path}, not once")
         mutated = source.replace(self.old, self.new)
@@ -310,13 +310,13 @@ def parsed(text: str) -> list[Mutation]:
         old, new = ("\n".join(line[2:] for line in lines.splitlines()) for lines in (removed, added))
         found.append(Mutation(name, f"bigbatch/{path}", tuple(suites.split()), old, new))
     assert len({m.name for m in found}) == len(re.findall(r"^[^-+\n]", text, re.MULTILINE)), (
-        "one has no name of its own"
+        "two bugs have the same name"
     )
     return found
 
 
 def copy_tree(folder: Path) -> None:
-    """The files that git has or would add, and the real .venv."""
+    """Copies the files that git tracks or would add, and links the real .venv."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     for name in filter(None, names):
@@ -359,7 +359,7 @@ def failure(suite: str, limit: float, folder: Path, *, is_all: bool = False) -> 
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of a suite. SIGTERM first: only torchrun knows the sessions of its workers, and ends them."""
+    """Ends the processes of a suite. SIGTERM comes first, because only torchrun can end its workers."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
@@ -367,7 +367,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def tried(mutation: Mutation, limit: float, folder: Path) -> dict[str, Any]:
-    """What became of one bug; afterwards the copy is as before."""
+    """Tries one bug and returns the result. Afterwards the copy is as before."""
     path = folder / mutation.path
     source = path.read_text()
     found: dict[str, Any] = {"old": mutation.old, "new": mutation.new, "test": None, "all": None}
@@ -397,7 +397,7 @@ def table(mutations: list[Mutation], results: dict[str, Any]) -> str:
 
 @contextmanager
 def copies(num: int) -> Iterator[SimpleQueue[Path]]:
-    """Copies of the tree, to be taken and put back."""
+    """A queue of copies of the tree: take one, put it back."""
     free: SimpleQueue[Path] = SimpleQueue()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         for number in range(num):

@@ -1,4 +1,4 @@
-"""Optimizers of every kind: Keras 3, tf_keras new and legacy, and those of TensorFlow 1 in eager code."""
+"""All kinds of optimizers: Keras 3, tf_keras new and legacy, and TensorFlow 1 in eager code."""
 
 from collections.abc import Callable
 from typing import Any
@@ -66,7 +66,7 @@ def add(accumulator: Accumulator, part: Any) -> None:
 
 
 def assert_equals_the_full_batch(library: Any, make_optimizer: Callable[[], Any], in_graph: bool) -> None:
-    """A step of every way, one after the other and twice, in float32."""
+    """Makes steps in all ways, one after the other and twice, in float32."""
     full, optimizer = make_model(library), make_optimizer()
     is_v1 = isinstance(optimizer, v1.Optimizer)
     variables = [as_tf_variable(v) for v in full.trainable_variables] if is_v1 else full.trainable_variables
@@ -151,8 +151,8 @@ def test_loss_scale_of_tf_keras(legacy: bool, dynamic: bool, capfd: pytest.Captu
     assert ("a step was skipped" in capfd.readouterr().err) == (not dynamic)
 
 
-def test_gradients_that_belong_to_other_variables_are_kept_apart() -> None:
-    """Two kinds of batches that reach different variables, by turns, with an optimizer that steps outside of graphs."""
+def test_batches_that_reach_different_variables() -> None:
+    """Two kinds of batches take turns and reach different variables; the optimizer steps outside graphs."""
 
     class Two(tf.Module):
         def __init__(self) -> None:
@@ -192,8 +192,8 @@ def test_tensorflow_1_on_several_replicas_is_refused() -> None:
 
 
 @pytest.mark.parametrize("way", ["batch", "window", "add"])
-def test_those_of_tensorflow_1_advance_the_global_step(way: str) -> None:
-    """Once a step, and not where a step is skipped."""
+def test_tensorflow_1_optimizers_advance_the_global_step(way: str) -> None:
+    """The step advances once per step, and not if a step is skipped."""
     number = v1.get_or_create_global_step()
     number.assign(7)
     accumulator = Accumulator(make_model(keras), v1.GradientDescentOptimizer(0.1), loss, 4, accumulation_steps=3)
