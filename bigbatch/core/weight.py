@@ -71,6 +71,8 @@ def share(weight: Any, total: Any, where: Where = choose) -> Any:
         where: The framework's `where(condition, value, other)`; the arguments are plain numbers if it is left out.
     """
     is_empty = total == 0
+    if isinstance(is_empty, bool):  # plain numbers, whatever the framework chooses with
+        where = choose
     return where(is_empty, 0.0, weight / where(is_empty, 1.0, total))
 
 

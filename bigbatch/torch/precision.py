@@ -1,4 +1,4 @@
-"""Mixed precision: in which dtype the loss is computed, and how small gradients are kept from vanishing."""
+"""Mixed precision: the dtype in which the loss is computed, and the GradScaler."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -63,6 +63,8 @@ class Precision:
             for parameter, gradient in sums.items():
                 parameter.grad = gradient
             self.scaler.unscale_(optimizer)
+            for parameter in sums:
+                parameter.grad = None
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """After an error in the middle of a step."""

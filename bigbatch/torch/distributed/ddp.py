@@ -106,10 +106,10 @@ class DataParallel(Shared):
         internals.ddp_reset(self._model)
         self._is_waiting = self._has_failed = False
 
-    def agree(self, share: LocalCounts) -> Agreed:
+    def agree(self, counts: LocalCounts) -> Agreed:
         """If one rank has reset DDP, all do: its buckets are rebuilt, in which all ranks take part."""
         self._forget()
-        agreed = super().agree(share._replace(is_unfinished=self._has_forgotten))
+        agreed = super().agree(counts._replace(is_unfinished=self._has_forgotten))
 
         @functools.cache
         def then() -> Totals:

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ...core.errors import LossError, OptionError, OrderError, StateError, WeightError
 from ...core.weight import Terms
-from .. import batch as nest
 from .. import internals
+from ..batch import map_tensors
 from ..gradients import GradientBuffer, Gradients
 from ..precision import LOW
 from ..window import read
@@ -100,7 +100,7 @@ class Sharded(Shared):
         agreed()  # the first pass gathers parameters, in which all ranks take part
         super().begin(micro_batches, agreed)
         if self.spare is None and micro_batches:
-            self.spare = nest.map_tensors(lambda tensor: tensor.clone(), micro_batches[0])
+            self.spare = map_tensors(Tensor.clone, micro_batches[0])
         if len(self._have_spare) < self.size:
             with_data = {rank for rank, num in enumerate(agreed().num_passes) if num}
             if with_data and self._have_spare.union(with_data) != set(range(self.size)):
@@ -110,10 +110,10 @@ class Sharded(Shared):
 
     def _hand_out(self, source: int) -> None:
         """Sends one rank's micro-batch to all, for those that never had data."""
-        found = [nest.map_tensors(lambda tensor: tensor.cpu(), self.spare)]
+        found = [map_tensors(Tensor.cpu, self.spare)]
         dist.broadcast_object_list(found, dist.get_global_rank(self.group, source), self._host_group)
         if self.spare is None:
-            self.spare = nest.map_tensors(lambda tensor: tensor.to(self._device), found[0])
+            self.spare = map_tensors(lambda tensor: tensor.to(self._device), found[0])
 
     def num_passes(self, agreed: Agreed) -> int:
         return max(agreed().num_passes)
@@ -208,11 +208,10 @@ class Sharded(Shared):
 
     # --- one gradient in parts ---------------------------------------------------------------------------
 
-    def agree_on_overflow(self, scaler: GradScaler | None, optimizer: torch.optim.Optimizer) -> None:
+    def agree_on_overflow(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """Each rank has looked at its own part of the gradient: an overflow on one is one on all."""
-        if scaler is not None:
-            for found in internals.found_inf(scaler, optimizer):
-                dist.all_reduce(local(found), dist.ReduceOp.MAX, group=self.group)
+        for found in internals.found_inf(scaler, optimizer):
+            dist.all_reduce(local(found), dist.ReduceOp.MAX, group=self.group)
 
 
 def _dtype_of_sums(group: Any, *, is_whole: bool) -> torch.dtype:
