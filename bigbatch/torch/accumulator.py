@@ -184,8 +184,8 @@ class Accumulator:
             batch: A nest of tensors, which is cut along its leading axis, or a `Window` of micro-batches.
         """
         with self._exclusive.hold("step()"):
-            cut, window = self._begin(batch)  # micro-batches and their weights; what an interrupted step has done
-            agreed = self._ranks.agree(cut.counts(self._gradients.num_hooks()))  # the total weight of all ranks
+            cut, window, counts = self._begin(batch)  # micro-batches with their weights; what is done of them
+            agreed = self._ranks.agree(counts)  # the total weight W of all ranks
             num_done = len(window.losses)
             try:
                 sums, losses = self._accumulate(cut, window, agreed)  # forward and backward of each; reduced once
@@ -220,7 +220,7 @@ class Accumulator:
         sums.multiply(sums.unit)
         return sums, self._ranks.sum_losses(losses, cut.pass_weights, agreed().total, self.reduction)
 
-    def _begin(self, batch: Any) -> tuple[Cut, PartialWindow]:
+    def _begin(self, batch: Any) -> tuple[Cut, PartialWindow, LocalCounts]:
         """Cuts and weighs the batch. An error here is one on all ranks, and nothing has happened."""
         self._check_before("step()", "batch")
         if self.loss is None:
@@ -229,7 +229,7 @@ class Accumulator:
         with self._ranks.raise_on_all_ranks() if self._ranks.is_shared else _NOTHING:
             self._update.check_not_held_back()
             self._gradients.check_empty()
-            self._gradients.check_hooks()
+            num_hooks = self._gradients.check_hooks()
             if self._ranks.is_shared and is_empty(batch):
                 cut = Cut(reduction=self.reduction)
             else:
@@ -251,7 +251,7 @@ class Accumulator:
             self._time_axis.begin(cut.micro_batches, is_cut=cut.is_cut, is_counted=is_counted)
         if self.scaler is not None:
             window.check_scale(self._precision.loss_scale())
-        return cut, window
+        return cut, window, cut.counts(num_hooks)
 
     def _arriving(self, cut: Cut, num_done: int, agreed: Agreed) -> Iterable[Any]:
         """The micro-batches that are left to do, on the model's device."""
@@ -366,10 +366,11 @@ class Accumulator:
             check_weight(tuple([w for w in terms if not isinstance(w, Tensor)]), of="this micro-batch")
             if self._ranks.is_shared:
                 self._ranks.check(self._gradients)
-            if window is not None:
+            if window is None:
+                self._gradients.check_hooks()
+            else:
                 window.weights.check(terms)
                 window.check_unchanged(self._gradients.marks())
-            self._gradients.check_hooks()
         reference = self._ranks.sync_ranks(terms) if self._ranks.is_shared else ()
         if window is None:
             scale = None if self.scaler is None else self._precision.loss_scale()
@@ -404,7 +405,7 @@ class Accumulator:
         """Makes a step of what this rank has, if anything, and of what the others have; None if nobody has any."""
         window = self._window
         with self._ranks.raise_on_all_ranks() if self._ranks.is_shared else _NOTHING:
-            num_hooks = self._gradients.num_hooks()
+            num_hooks = self._gradients.check_hooks()
             if window is not None:
                 self._gradients.check_empty()
                 if is_ending:  # else the last micro-batch has just been

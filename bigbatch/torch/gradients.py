@@ -20,7 +20,7 @@ from .sums import Sums, plain
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 _PARAMS = operator.itemgetter("params")
-_GRAD, _DTYPE, _LAYOUT, _IS_SPARSE = map(operator.attrgetter, ("grad", "dtype", "layout", "is_sparse"))
+_GRAD, _DTYPE, _IS_SPARSE = map(operator.attrgetter, ("grad", "dtype", "is_sparse"))
 
 _promoted = functools.cache(torch.promote_types)
 
@@ -63,10 +63,8 @@ class Gradients:
 
         The first is how many parameters there are.
         """
-        parameters = self.held()
-        if set(map(type, parameters)) == {torch.nn.Parameter} and set(map(_LAYOUT, parameters)) == {torch.strided}:
-            own = parameters
-        else:
+        parameters = own = self.held()
+        if set(map(type, parameters)) != {torch.nn.Parameter} or any(map(_IS_SPARSE, parameters)):
             own = [p for p in parameters if type(p) is torch.nn.Parameter and not p.is_sparse]  # shards may be moved
         found = [*map(VERSION, parameters), *map(Tensor.data_ptr, own)]
         if self._optimizer.defaults.get("fused"):  # its steps leave no trace on parameters (torch 2.13)
@@ -117,20 +115,18 @@ class Gradients:
                 f"loss in the middle of a window, or by another thread, so they are not those of the batch: {remedy}"
             )
 
-    def check_hooks(self) -> None:
-        """Raises GradientError for hooks that need the backward pass of a whole batch."""
+    def check_hooks(self) -> int:
+        """Returns how many hooks the parameters have; raises GradientError for those that need a whole batch."""
         parameters = self.held()
-        if _has_hooks(parameters):
-            for p in parameters:
-                hooks.check_no_multi_grad(p, self.name(p))
+        if not _has_hooks(parameters):
+            return 0
+        for p in parameters:
+            hooks.check_no_multi_grad(p, self.name(p))
+        return sum(map(len, hooks.dicts_of(parameters)))
 
     # --- the finished gradient ---------------------------------------------------------------------------
 
-    def num_hooks(self) -> int:
-        """How many hooks the parameters have."""
-        parameters = self.held()
-        return sum(map(len, hooks.dicts_of(parameters))) if _has_hooks(parameters) else 0
-
+    @torch.no_grad()  # not a with statement: Ctrl-C at its end would leave gradients disabled
     def run_hooks(self, sums: Sums) -> bool:
         """Runs the hooks on the finished gradient, in the order of a backward pass; returns whether any changed it.
 
@@ -139,7 +135,7 @@ class Gradients:
         """
         has_changed = False
         parameters = self.held()
-        with self.handed_over(sums, keeps_dtype=True), torch.no_grad():
+        with self.handed_over(sums, keeps_dtype=True):
             for p in reversed(parameters):
                 if p.grad is not None:
                     has_changed |= hooks.run(p, self.name(p))
@@ -206,15 +202,14 @@ class GradientBuffer:
         self.is_in_grad = False
         self._gradients = gradients
         self._undo: list[Callable[[], None]] = []
+        self._held: list[Tensor | None] = []
+        """What was in .grad before the backward pass; empty before the first."""
+        self._has_hooks = self._has_sparse = False
 
     def __enter__(self) -> "GradientBuffer":
         self.parameters = self._gradients.held()
-        if _has_hooks(self.parameters):
-            hooks.set_aside(self.parameters, self)
         for p, dtype in self._gradients.widened(self.parameters).items():
             self._undo.append(_set_grad_dtype(p, dtype))
-        self._held = list(map(self.sums.get, self.parameters))
-        self._has_sparse = any(map(_IS_SPARSE, self.sums.values()))
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
@@ -229,7 +224,7 @@ class GradientBuffer:
                 clear(self.parameters)
             for undo in self._undo:
                 undo()
-            if _has_hooks(self.parameters):
+            if self._has_hooks:
                 hooks.put_back(self.parameters)
 
     def add(
@@ -256,10 +251,14 @@ class GradientBuffer:
         if not self.is_in_grad:
             if any(map(operator.is_not, map(_GRAD, self.parameters), repeat(None))):
                 self._gradients.check_left_by_loss(self.parameters)
-            if _has_hooks(self.parameters):  # a forward pass may have registered some
+            if _has_hooks(self.parameters):  # each time: a forward pass may have registered some
                 hooks.set_aside(self.parameters, self)
+                self._has_hooks = True
             for p, g in self.sums.items():
                 p.grad = g
+            if not self._held:
+                self._held = list(map(_GRAD, self.parameters))
+                self._has_sparse = any(map(_IS_SPARSE, self.sums.values()))
             self.is_in_grad = True
         before = self.sums.unit
         if unit is before or (isinstance(unit, float) and isinstance(before, float) and unit == before):

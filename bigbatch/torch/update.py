@@ -180,7 +180,7 @@ class Update:
 
         If any rank has hooks, all take part: the norm may be one over all ranks.
         """
-        own = self._gradients.num_hooks()
+        own = self._gradients.check_hooks()
         if self._ranks.is_shared and own > max(num_hooks):
             raise GradientError(
                 f"this rank had {max(num_hooks)} hooks of parameters when the step began and has {own} now, which "

@@ -29,6 +29,7 @@ from .sums import Sums
 
 Weight = Callable[[Any], Any]
 _FAR = 2.0**40
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _SUMMED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _SUMMED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 """What torch can compare and add up: uint64 and float8 it cannot (2.13)."""
@@ -265,7 +266,7 @@ class PartialWindow:
 
     def check_trainable(self, parameters: Sequence[Tensor]) -> None:
         """Raises OrderError if parameters were frozen or unfrozen since the micro-batch before."""
-        now = [p.requires_grad for p in parameters]
+        now = list(map(_REQUIRES_GRAD, parameters))
         if self.trainable is not None:
             self._check_number(len(self.trainable), len(now))
         if self.trainable is not None and self.trainable != now:
