@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from ..core.errors import Interrupted, OptionError, OrderError
+from ..core.errors import Interrupted, OptionError, OrderError, StateError
 from ..core.nonfinite import NonFinite, OnNonFinite
 from ..core.options import Fixed, Option, OptionOf, check_callable, check_size, check_steps
 from ..core.step import Step
@@ -210,11 +210,11 @@ class Accumulator:
                     losses.append(self._backward(self.loss, micro_batch, weight, shares, buffer))
                 if self.is_interrupted and number + 1 < len(passes) and not is_shared:
                     break
+            for number in range(len(passes), max(agreed().num_passes) if self._ranks.is_sharded else 0):
+                with self._passing(number, cut, agreed):
+                    self._eager.add_nothing(self.loss, buffer)
             if is_shared:
-                for number in range(len(passes), self._ranks.num_passes(agreed)):
-                    with self._passing(number, cut, agreed):
-                        self._eager.add_nothing(self.loss, buffer)
-                self._reduce(buffer, agreed(), is_whole=cut.is_whole)
+                self._reduce(buffer, agreed(), is_whole=cut.is_whole(*cut.pass_weights))
         if len(losses) < len(passes):
             raise self._interruption(window, len(passes))
         sums.multiply(sums.unit)
@@ -265,7 +265,7 @@ class Accumulator:
     def _passing(self, number: int, cut: Cut, agreed: Agreed) -> AbstractContextManager[None]:
         """Around one micro-batch of a model that ranks train together: the last one reduces, if it can."""
         num_own = len(cut.passes)
-        is_whole = number >= num_own or cut.is_whole_pass(cut.passes[number][1])
+        is_whole = number >= num_own or cut.is_whole(cut.pass_weights[number])
         is_captured = number < num_own and self._captured is not None and self._captured.is_on
         is_last = not is_captured and self._ranks.is_last(number, num_own, agreed, is_whole=is_whole)
         return self._ranks.passing(is_last=is_last)
@@ -362,7 +362,7 @@ class Accumulator:
     def _open(self, terms: Terms) -> PartialWindow:
         """The window that is open, or a new one, if it can take a micro-batch with these weights."""
         window = self._window
-        with self._ranks.raise_on_all_ranks_before_sync() if self._ranks.is_shared else _NOTHING:
+        with self._ranks.raise_on_all_ranks() if self._ranks.is_sharded else _NOTHING:  # others wait in sync_ranks
             check_weight(tuple([w for w in terms if not isinstance(w, Tensor)]), of="this micro-batch")
             if self._ranks.is_shared:
                 self._ranks.check(self._gradients)
@@ -499,8 +499,11 @@ class Accumulator:
         """
         with self._exclusive.hold("state_dict()"):
             self.settle()
-            if self.num_fed:
-                self._ranks.check_saving(self.num_fed)
+            if self.num_fed and self._ranks.holds_gradients:
+                raise StateError(
+                    f"the gradients of {self.num_fed} micro-batches are inside of the model until the window ends: "
+                    'save after a step, or pass reduce="micro_batch"'
+                )
             return {
                 "num_steps": self.num_steps,
                 "scaler": None if self.scaler is None else self.scaler.state_dict(),

@@ -31,14 +31,6 @@ class Backward:
 
             losses.append(loss(model, micro_batch))
             (losses[-1] * weight / total).backward()
-
-    Args:
-        model: What the loss is computed with.
-        gradients: The gradients of the optimizer's parameters.
-        precision: Autocast and the GradScaler.
-        ranks: The ranks that train the model.
-        transfer: Brings a batch to the device.
-        time_axis: Looks whether the batch was cut along time.
     """
 
     def __init__(
@@ -62,15 +54,7 @@ class Backward:
     def __call__(
         self, loss: Loss, micro_batch: Any, weight: Terms, shares: Shares, buffer: GradientBuffer
     ) -> list[Any]:
-        """Adds the gradient of one micro-batch; returns its losses, and keeps nothing else.
-
-        Args:
-            loss: `loss(model, micro_batch)`.
-            micro_batch: One part of the batch.
-            weight: Its weight, term by term.
-            shares: By weight, what a loss is multiplied by.
-            buffer: What the gradient is added to.
-        """
+        """Adds the gradient of one micro-batch; returns its losses, and keeps nothing else."""
         if buffer.is_in_grad:
             buffer.take()
         if self._time_axis.is_watching:
@@ -88,14 +72,7 @@ class Backward:
         return values
 
     def feed(self, window: PartialWindow, weight: Terms, micro: MicroBatch, losses: Terms) -> None:
-        """Adds the gradient of a loss that the user has computed, each term to sums of its own.
-
-        Args:
-            window: What is added to.
-            weight: The weight of the micro-batch, term by term.
-            micro: The block of the user that called.
-            losses: The loss, term by term.
-        """
+        """Adds the gradient of a loss that the user has computed, each term to sums of its own."""
         is_any_low = self._check(losses, weight)
         is_sharded = self._ranks.is_sharded
         # The share becomes the unit of the sums, and not a factor of the loss, where that would round it; with a

@@ -17,7 +17,6 @@ from .distributed.shards import is_sharded
 from .internals import ALONE, HOOKS_AFTER, HOOKS_BEFORE, RUN_ENGINE, STORAGE_USERS, VERSION
 from .sums import Sums, plain
 
-_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 _PARAMS = operator.itemgetter("params")
 _GRAD, _DTYPE, _IS_SPARSE = map(operator.attrgetter, ("grad", "dtype", "is_sparse"))
@@ -41,10 +40,9 @@ class Gradients:
         self.exclusive = Exclusive(self.held)
         self._names = names
         self._dtype = dtype or torch.float32
-        self._wide_enough = {dtype for dtype in _FLOATING if _promoted(dtype, self._dtype) is dtype}
         self._takes_wide: bool | None = None
         self.holder: Any = None
-        """A model whose gradients are views of the memory that it reduces them in."""
+        """A DDP model whose gradients are views of the memory in which it reduces them."""
 
     def held(self) -> list[Any]:
         """The parameters that the optimizer holds now."""
@@ -83,10 +81,10 @@ class Gradients:
         return self.wide_dtype(parameter) != parameter.dtype
 
     def widened(self, parameters: Sequence[Tensor]) -> dict[Tensor, torch.dtype]:
-        """That dtype, for those of these parameters for which it is wider than their own."""
-        if set(map(_DTYPE, parameters)) <= self._wide_enough:
+        """The dtype in which gradients add up, for those of these parameters for which it is wider than their own."""
+        if all(_promoted(dtype, self._dtype) is dtype for dtype in set(map(_DTYPE, parameters))):
             return {}
-        return {p: self.wide_dtype(p) for p in parameters if p.dtype not in self._wide_enough}
+        return {p: self.wide_dtype(p) for p in parameters if self.is_widened(p)}
 
     # --- before a window ---------------------------------------------------------------------------------
 
@@ -105,7 +103,7 @@ class Gradients:
         return parameters
 
     def check_left_by_loss(self, parameters: Sequence[Tensor]) -> None:
-        """The same between a loss and its backward pass."""
+        """The same, between a loss and its backward pass."""
         if nonzero := _not_zero(parameters):
             remedy = "leave backward() out of the loss, use torch.autograd.grad, or call zero_grad() after it"
             if is_sharded(nonzero[0]):
@@ -152,11 +150,7 @@ class Gradients:
         """Inside, .grad holds the sums; after, .grad is None and `sums` empty.
 
         A sum that is wider than its parameter is rounded once, one parameter at a time, unless the optimizer can take
-        it as it is.
-
-        Args:
-            sums: The finished gradient.
-            keeps_dtype: Whether nothing is rounded.
+        it as it is, or with `keeps_dtype`.
         """
         restore = []
         try:
@@ -191,10 +185,6 @@ class GradientBuffer:
     The sums are in .grad during backward passes only: code of the user's, such as a loss that calls `zero_grad()`, runs
     without them, as it does with the full batch. Inside, the hooks of parameters do nothing. After, .grad is None. If
     anything is raised, the sums may be half added to, so they are emptied.
-
-    Args:
-        gradients: Those of the parameters that the backward passes reach.
-        sums: What is added to.
     """
 
     def __init__(self, gradients: Gradients, sums: Sums) -> None:
@@ -230,14 +220,7 @@ class GradientBuffer:
     def add(
         self, losses: Sequence[Tensor], seeds: Sequence[Tensor], unit: Any = 1.0, *, keep_graph: bool = False
     ) -> None:
-        """Runs a backward pass, which adds to the sums.
-
-        Args:
-            losses: Where it starts.
-            seeds: The gradients that it starts with.
-            unit: What its gradient is to be multiplied by at the end.
-            keep_graph: Whether another backward pass through the same graph follows.
-        """
+        """Runs a backward pass from these losses, which adds to the sums; `unit` is that of `put`."""
         self.put(unit)
         run_backward(losses, seeds, keep_graph=keep_graph)
         self.take()
@@ -285,7 +268,7 @@ class GradientBuffer:
             self.sums.update([(p, g) for p, g in zip(self.parameters, self._held, strict=True) if g is not None])
 
     def unalias(self) -> None:
-        """See the function of this name. Gradients that DDP has made views of its own memory stay as they are."""
+        """The function of this name, except for gradients that DDP has made views of its own memory."""
         holder = self._gradients.holder
         if holder is None or not holder.require_backward_grad_sync:
             unalias(self.parameters)
@@ -361,7 +344,6 @@ def leaves_of(*losses: Tensor) -> set[Tensor]:
 
 
 def _has_hooks(parameters: Sequence[Tensor]) -> bool:
-    """Asked before every micro-batch, so it has to be quick."""
     return any(map(HOOKS_BEFORE, parameters)) or any(map(HOOKS_AFTER, parameters))
 
 

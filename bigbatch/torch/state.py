@@ -32,15 +32,7 @@ class SavedState:
 
     @classmethod
     def read(cls, state: Any, scaler: Any, ranks: Ranks, gradients: Gradients, reduction: Reduction) -> "SavedState":
-        """Raises StateError if the state is none, or of another accumulator.
-
-        Args:
-            state: What `state_dict` returned.
-            scaler: This accumulator's GradScaler.
-            ranks: The ranks that load it.
-            gradients: Those of this accumulator.
-            reduction: "mean" or "sum".
-        """
+        """Raises StateError if the state is none, or of another accumulator."""
         if not isinstance(state, dict):
             raise StateError(f"the state is a {type(state).__name__}: {_ASK}")
         if missing := {"num_steps", "scaler", "window"} - set(state):

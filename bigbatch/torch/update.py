@@ -38,17 +38,6 @@ class Update:
             optimizer.step()
             scheduler.step()
         scaler.update()
-
-    Args:
-        optimizer: What is stepped.
-        gradients: The gradients of its parameters.
-        precision: The GradScaler, if there is one.
-        ranks: The ranks that train the model.
-        nonfinite: What happens if the gradient is not finite.
-        reduction: "mean" or "sum".
-        clip_norm: The largest norm of the gradient; None for any.
-        clip_value: The largest value in the gradient; None for any.
-        scheduler: The learning rate schedule, stepped once for each step that is applied.
     """
 
     clip_norm, clip_value = Option(check_clip), Option(check_clip)
@@ -69,7 +58,6 @@ class Update:
     ) -> None:
         self.clip_norm, self.clip_value, self.scheduler = clip_norm, clip_value, scheduler
         self.num_steps = 0
-        """How many windows are done, applied or not."""
         self.captured_optimizer: CapturedOptimizer | None = None
         self._optimizer = optimizer
         self._gradients = gradients
@@ -83,14 +71,7 @@ class Update:
         self._is_skipped: Tensor | None = None
 
     def __call__(self, sums: Sums, losses: Losses, totals: Totals, micro_batch_size: int | None = None) -> Step:
-        """Applies the gradient and returns what was done.
-
-        Args:
-            sums: The gradient of the whole batch. Empty afterwards.
-            losses: Returns the loss of the whole batch, term by term.
-            totals: The weights and counts of all ranks.
-            micro_batch_size: The size of the largest micro-batch, if it is known.
-        """
+        """Applies the gradient and returns what was done."""
         terms: Any = losses
         norm: Any = 0.0
         is_applied: Any = False

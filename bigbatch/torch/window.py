@@ -41,7 +41,7 @@ class Cut:
     Args:
         micro_batches: The micro-batches, in order.
         weights: Their weights, term by term.
-        sizes: How many samples each has; empty if nobody needs to know.
+        sizes: How many samples each has; empty if that is not known.
         reduction: "mean" or "sum".
         is_cut: Whether bigbatch cut them, and not the user.
     """
@@ -72,12 +72,7 @@ class Cut:
     ) -> "Cut":
         """Cuts and weighs a batch, or weighs the micro-batches of a window.
 
-        Args:
-            batch: What `step` was given.
-            micro_batch_size: How many samples a micro-batch has.
-            weight: Returns the weight of a micro-batch; None if its samples count.
-            reduction: "mean" or "sum".
-            has_norms: Whether a micro-batch of one sample is avoided, from which BatchNorm has no statistics.
+        With `has_norms` a micro-batch of one sample is avoided, from which BatchNorm has no statistics.
         """
         is_cut = not isinstance(batch, Window)
         sizes: Sequence[int] = ()
@@ -94,26 +89,15 @@ class Cut:
         weights = [(size,) for size in sizes] if weight is None else weigh(micro_batches, weight)
         return cls(micro_batches, weights, sizes, reduction, is_cut=is_cut)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether no term of any micro-batch is left out because it counts nothing."""
-        return all(map(self.is_whole_pass, self.pass_weights))
-
-    def is_whole_pass(self, weight: Terms) -> bool:
-        """Whether no term of a micro-batch with this weight is left out because it counts nothing."""
-        return self.reduction == "sum" or all(weight)
+    def is_whole(self, *weights: Terms) -> bool:
+        """Whether no term of micro-batches with these weights is left out because it counts nothing."""
+        return self.reduction == "sum" or all(map(all, weights))
 
     def counts(self, num_hooks: int) -> LocalCounts:
-        """What this rank brings to the step."""
         return LocalCounts(totals(self.weights), len(self.passes), len(self.weights), num_hooks=num_hooks)
 
     def explain(self, error: Exception, num_done: int) -> None:
-        """Explains an error in the middle of a step; raises BatchError in place of one of BatchNorm's.
-
-        Args:
-            error: What was raised.
-            num_done: How many micro-batches an interrupted step had done.
-        """
+        """Explains an error in the middle of a step, of which an interruption had left `num_done` micro-batches."""
         if num_done and not isinstance(error, Interrupted):
             error.add_note("bigbatch: what the interrupted step had is dropped; step() begins the batch anew")
         is_of_norm = isinstance(error, ValueError) and "more than 1 value per channel" in str(error)
@@ -126,13 +110,9 @@ class Cut:
 
 
 class Shares(dict[Terms, Terms]):
-    """What the terms of a loss are multiplied by, by the weight of its micro-batch.
+    """By weight of a micro-batch, what the terms of its loss are multiplied by: w / W.
 
     Computed at the first access: the total is known once the ranks agree, and the first forward pass need not wait.
-
-    Args:
-        agreed: Returns the totals of all ranks.
-        reduction: "mean" or "sum".
     """
 
     def __init__(self, agreed: Agreed, reduction: Reduction) -> None:
@@ -185,11 +165,8 @@ class PartialWindow:
     def share(self, weight: Terms, *, is_movable: bool) -> Terms:
         """What the losses of the next micro-batch are multiplied by: its weight over the reference.
 
-        If the reference is nothing, or so little that this would overflow, the weight becomes the reference.
-
-        Args:
-            weight: The weight, term by term.
-            is_movable: Whether the sums can be scaled to another reference.
+        If the reference is nothing, or so little that this would overflow, the weight becomes the reference, provided
+        that the sums can be scaled to it (`is_movable`).
         """
         if is_movable and self.weights.reduction == "mean":
             reference = list(self.weights.reference)
@@ -207,12 +184,7 @@ class PartialWindow:
         self.losses.append(losses)
 
     def summed(self, total: Terms, divisor: float) -> Sums:
-        """The sums of all terms as one, each times reference / W. The window holds none afterwards.
-
-        Args:
-            total: The total weight W, term by term.
-            divisor: What ranks divide gradients by when they reduce them.
-        """
+        """The sums of all terms as one, each times reference / W and the divisor of the ranks; empties the window's."""
         summed = Sums()
         for sums, rest in zip(self.sums, self.weights.rest(total), strict=True):
             sums.multiply(sums.unit * rest * divisor)

@@ -130,7 +130,7 @@ class DataParallel(Shared):
 
     # --- passes ------------------------------------------------------------------------------------------
 
-    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool = True) -> bool:
+    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool) -> bool:
         is_last = number == num_own - 1 and self._is_overlapping and is_whole
         if is_last:
             agreed()  # if DDP is to be reset, then before the pass that reduces

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ...core.errors import LossError, OptionError, OrderError, StateError, WeightError
+from ...core.errors import LossError, OptionError, OrderError, WeightError
 from ...core.weight import Terms
 from .. import internals
 from ..batch import map_tensors
@@ -115,11 +115,8 @@ class Sharded(Shared):
         if self.spare is None:
             self.spare = map_tensors(lambda tensor: tensor.to(self._device), found[0])
 
-    def num_passes(self, agreed: Agreed) -> int:
-        return max(agreed().num_passes)
-
-    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool = True) -> bool:
-        return number >= num_own - 1 and number == self.num_passes(agreed) - 1
+    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool) -> bool:
+        return number >= num_own - 1 and number == max(agreed().num_passes) - 1
 
     @contextmanager
     def passing(self, *, is_last: bool) -> Iterator[None]:
@@ -162,9 +159,6 @@ class Sharded(Shared):
 
     # --- one micro-batch at a time -----------------------------------------------------------------------
 
-    def raise_on_all_ranks_before_sync(self) -> AbstractContextManager[None]:
-        return self.raise_on_all_ranks()
-
     def sync_ranks(self, weight: Terms) -> Terms:
         """Waits for the other ranks, which all take part in a pass; returns the reference for weights.
 
@@ -191,13 +185,6 @@ class Sharded(Shared):
                 "does not need that"
             )
         return tuple(total / self.size for total in totals.total)
-
-    def check_saving(self, num_micro_batches: int) -> None:
-        if self.holds_gradients:
-            raise StateError(
-                f"the gradients of {num_micro_batches} micro-batches are inside of the model until the window ends: "
-                'save after a step, or pass reduce="micro_batch"'
-            )
 
     def check_in_sync(self, totals: Totals, *, has_window: bool) -> None:
         if any(totals.num_passes) and (has_window or not totals.num_micro_batches):

@@ -36,16 +36,14 @@ class Ranks:
 
     Attributes:
         is_shared: Whether several ranks train the model together.
-        is_sharded: Whether each rank holds a part of each parameter.
+        is_sharded: Whether each rank holds a part of each parameter; all then run the model equally often.
         holds_gradients: Whether micro-batches leave their gradients inside of the model until the window ends.
         divisor: What the gradients of all ranks are divided by when they are reduced.
         spare: A micro-batch for a rank that has none but has to run the model.
     """
 
     is_shared = is_sharded = holds_gradients = False
-    size = 1
-    rank = 0
-    divisor = 1.0
+    size, rank, divisor = 1, 0, 1.0
     spare: Any = None
 
     def agree(self, counts: LocalCounts) -> Agreed:
@@ -57,14 +55,7 @@ class Ranks:
     def sum_losses(
         self, losses: Sequence[Sequence[Any]], weights: Sequence[Terms], total: Terms, reduction: Reduction
     ) -> Callable[[], Terms]:
-        """Returns how to fetch the loss of the whole batch, term by term.
-
-        Args:
-            losses: The losses of this rank's micro-batches, term by term.
-            weights: Their weights.
-            total: The total weight of all ranks.
-            reduction: "mean" or "sum".
-        """
+        """Returns how to fetch the loss of the whole batch, term by term."""
         columns = [
             torch.stack(term) if all(isinstance(value, Tensor) for value in term) else term
             for term in zip(*losses, strict=True)
@@ -77,9 +68,6 @@ class Ranks:
     def check_in_sync(self, totals: Totals, *, has_window: bool) -> None:
         """Raises OrderError if this rank ends its window while others go on, and all must feed equally many."""
 
-    def check_saving(self, num_micro_batches: int) -> None:
-        """Raises StateError if the gradients of the open window cannot be saved."""
-
     def agree_on_overflow(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """If each rank has unscaled a part of the gradient, makes an overflow on one of them one on all."""
 
@@ -87,10 +75,6 @@ class Ranks:
 
     def raise_on_all_ranks(self) -> AbstractContextManager[None]:
         """If an input check inside fails on this rank, raises on all ranks instead of hanging."""
-        return _NOTHING
-
-    def raise_on_all_ranks_before_sync(self) -> AbstractContextManager[None]:
-        """The same before `sync_ranks`, if ranks wait for each other there."""
         return _NOTHING
 
     def check(self, gradients: Gradients, weights: Sequence[Terms] = ()) -> None:
@@ -103,11 +87,7 @@ class Ranks:
         """Around all passes: after an error nothing is left of them inside of the model."""
         return _NOTHING
 
-    def num_passes(self, agreed: Agreed) -> int:
-        """How often this rank has to run the model at least."""
-        return 0
-
-    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool = True) -> bool:
+    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool) -> bool:
         """Whether the pass with this number reduces the gradients; `is_whole` if no term is left out in it."""
         return False
 
