@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from ..core.errors import Interrupted, OptionError, OrderError, StateError
+from ..core.errors import Interrupted, OptionError, StateError
 from ..core.nonfinite import NonFinite, OnNonFinite
 from ..core.options import Fixed, Option, OptionOf, check_callable, check_size, check_steps
 from ..core.step import Step
@@ -334,30 +334,29 @@ class Accumulator:
                 self._warn_of_batch_norm(num)
             micro = MicroBatch(partial(self._eager.feed, window, terms))
             try:
-                try:
-                    with (
-                        self._ranks.passing(is_last=False) if self._ranks.is_shared else _NOTHING,
-                        self._precision.autocast() if self._precision.dtype else _NOTHING,
-                    ):
-                        yield micro
-                    micro.check_fed()
-                    self._window = window
-                except BaseException as error:
-                    if micro.has_begun:
-                        self._window = None
-                        self._ranks.drop()
-                        error.add_note(
-                            f"bigbatch: the window of {len(window)} micro-batches was dropped, since the gradient of "
-                            "the last one may be half added; no parameter was changed"
-                        )
-                    raise
-                finally:
-                    micro.is_over = True
-                if num >= num_wanted:
-                    micro.step = self._close(is_ending=False)
+                with (
+                    self._ranks.passing(is_last=False) if self._ranks.is_shared else _NOTHING,
+                    self._precision.autocast() if self._precision.dtype else _NOTHING,
+                ):
+                    yield micro
+                micro.check_fed()
+                self._window = window
+            except BaseException as error:
+                window.seen = self._gradients.marks()
+                if micro.has_begun:
+                    self._window = None
+                    self._ranks.drop()
+                    error.add_note(
+                        f"bigbatch: the window of {len(window)} micro-batches was dropped, since the gradient of the "
+                        "last one may be half added; no parameter was changed"
+                    )
+                raise
             finally:
-                if self._window is not None:  # what a pass does to parameters is the model's own business
-                    self._window.seen = self._gradients.marks()
+                micro.is_over = True
+            if num >= num_wanted:
+                micro.step = self._close(is_ending=False)
+            else:
+                window.seen = self._gradients.marks()  # what a pass does to parameters is the model's own business
 
     def _open(self, terms: Terms) -> PartialWindow:
         """The window that is open, or a new one, if it can take a micro-batch with these weights."""
@@ -405,12 +404,14 @@ class Accumulator:
         """Makes a step of what this rank has, if anything, and of what the others have; None if nobody has any."""
         window = self._window
         with self._ranks.raise_on_all_ranks() if self._ranks.is_shared else _NOTHING:
-            num_hooks = self._gradients.check_hooks()
             if window is not None:
-                self._gradients.check_empty()
+                marks = self._gradients.marks()
                 if is_ending:  # else the last micro-batch has just been
                     self._update.check_not_held_back()
-                    window.check_unchanged(self._gradients.marks())
+                    window.check_unchanged(marks)
+                window.seen = marks
+                self._gradients.check_empty()
+            num_hooks = self._gradients.check_hooks()
             self._window = None
             weights = [] if window is None else read(window.weights.weights)
             if window is not None and self.scaler is not None:
@@ -421,11 +422,9 @@ class Accumulator:
         all_ranks = agreed()
         if all_ranks.is_ending and not all_ranks.num_micro_batches:
             return None
-        try:
-            self._ranks.check_in_sync(all_ranks, has_window=window is not None)
-        except OrderError:
-            self._window = window
-            raise
+        self._window = window  # it stays open if this rank ends it too early
+        self._ranks.check_in_sync(all_ranks, has_window=window is not None)
+        self._window = None
         if window is None:
             cut = Cut(reduction=self.reduction)
             sums, losses = self._accumulate(cut, PartialWindow.of_step(cut), agreed)
