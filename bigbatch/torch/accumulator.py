@@ -221,7 +221,7 @@ class Accumulator:
         return sums, self._ranks.sum_losses(losses, cut.pass_weights, agreed().total, self.reduction)
 
     def _begin(self, batch: Any) -> tuple[Cut, PartialWindow, LocalCounts]:
-        """Cuts and weighs the batch. An error here is one on all ranks, and nothing has happened."""
+        """Checks, cuts and weighs the batch. An error is raised on all ranks, and changes nothing."""
         self._check_before("step()", "batch")
         if self.loss is None:
             raise OptionError("step() needs a loss: pass Accumulator(model, optimizer, loss, …)")
@@ -319,9 +319,7 @@ class Accumulator:
         if weight is None and self.reduction == "mean":
             raise OptionError("micro_batch() needs weight=…: over how many samples or tokens the loss is a mean")
         if self._captured is not None and self._captured.is_required:
-            raise OptionError(
-                'micro_batch() is a loop of yours, which cannot be captured: use step(), or capture="auto"'
-            )
+            raise OptionError('micro_batch() is your own loop, which cannot be captured: use step(), or capture="auto"')
         terms = on_host(as_terms(1 if weight is None else weight))
         with self._exclusive.hold("micro_batch()"):
             self._check_before("micro_batch()", "micro-batch")
@@ -401,7 +399,7 @@ class Accumulator:
                 return
 
     def _close(self, *, is_ending: bool) -> Step | None:
-        """Makes a step of what this rank has, if anything, and of what the others have; None if nobody has any."""
+        """Makes the step of the windows that are open on all ranks; None if no rank has one."""
         window = self._window
         with self._ranks.raise_on_all_ranks() if self._ranks.is_shared else _NOTHING:
             if window is not None:
@@ -461,7 +459,7 @@ class Accumulator:
         self.is_interrupted = True
 
     def _interruption(self, window: PartialWindow, num_passes: int) -> Interrupted:
-        """Keeps what there is, and says how to continue."""
+        """Keeps what is done of the step, and returns the exception that says how to continue."""
         if self._captured is not None:  # recorded passes add to memory of their own
             window.sums[0].update({p: g.clone() for p, g in window.sums[0].items()})
         window.loss_scale, window.seen = self._precision.loss_scale(), self._gradients.marks()

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from ..core.errors import OptionError
+from ..core.options import check_choice
 from .internals import forget_unscaling
 from .sums import Sums
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -26,12 +27,11 @@ class Precision:
         parameters: Sequence[Tensor],
         is_widened: Callable[[Tensor], bool],
     ) -> None:
-        if precision is not None and precision not in _DTYPES:
-            raise OptionError(f'precision={precision!r} is unknown: pass None, "bf16" or "fp16"')
+        check_choice("precision", precision, tuple(_DTYPES))
         if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
             raise OptionError(f"scaler is {scaler!r}: pass a torch.amp.GradScaler, or None")
         self.device = parameters[0].device.type
-        self.dtype = None if precision is None else _DTYPES[precision]
+        self.dtype = _DTYPES[precision]
         if scaler is not None and not scaler.is_enabled():
             scaler = None  # does nothing, like none
         self.scaler = GradScaler(self.device) if precision == "fp16" and scaler is None else scaler

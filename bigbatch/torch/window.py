@@ -352,9 +352,8 @@ def _sum(weight: Tensor) -> Tensor:
                 f"{int((weight < 0).sum())} of {weight.numel()} samples have a weight below 0 ({weight.min():g} is the "
                 "lowest): a weight says how much a sample counts, so it must be at least 0"
             )
-    if weight.is_cpu and not weight.is_floating_point():
-        return weight.detach().sum()
-    return weight.detach().sum(dtype=_widest(weight))
+    is_whole = weight.is_cpu and not weight.is_floating_point()
+    return weight.detach().sum(dtype=None if is_whole else _widest(weight))
 
 
 def _widest(weight: Tensor) -> torch.dtype:

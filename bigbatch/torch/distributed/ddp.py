@@ -52,7 +52,7 @@ class DataParallel(Shared):
         self._others = Others(model)
         self._is_overlapping = False
         self._is_waiting = False
-        """Whether DDP will reduce in the next backward pass, whosever it is."""
+        """Whether DDP will reduce in the next backward pass, whoever runs it."""
         self._has_failed = False
         self._has_forgotten = False
         self._check_model(gradients)
@@ -61,7 +61,7 @@ class DataParallel(Shared):
         handle = model.register_forward_hook(lambda *_: note() if (note := noting()) else None)
         weakref.finalize(self, handle.remove)
 
-    # --- what is refused ---------------------------------------------------------------------------------
+    # --- checks ------------------------------------------------------------------------------------------
 
     def _check_model(self, gradients: Gradients) -> None:
         if self._model.static_graph:
@@ -89,7 +89,7 @@ class DataParallel(Shared):
         if internals.ddp_is_joining(self._model):
             raise OrderError("the step is inside of model.join(): leave it out and call flush() after the last batch")
 
-    # --- what DDP may still be waiting for ---------------------------------------------------------------
+    # --- a pass that was never finished ------------------------------------------------------------------
 
     def _note_pass(self) -> None:
         """Called after DDP's forward pass, which makes the next backward pass reduce."""

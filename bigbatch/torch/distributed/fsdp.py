@@ -55,7 +55,7 @@ class Sharded(Shared):
         self._reduced = {p for p in model.parameters() if isinstance(p, DTensor)}
         self._check_model(model, gradients)
 
-    # --- what is refused ---------------------------------------------------------------------------------
+    # --- checks ------------------------------------------------------------------------------------------
 
     def _check_model(self, model: nn.Module, gradients: Gradients) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
