@@ -20,8 +20,8 @@ w_k / reference, and the finished sum by reference / W:
 
     sum_k (w_k / reference) * g_k  *  (reference / W)  =  sum_k w_k * g_k / W
 
-These are the same window with another reference: the total, or the first weight, which keeps the sums as large as a
-mean's, so that float16 does not overflow. `Weights` does both.
+These are the same window with another reference: the total, or a guess at it, the first weight times the number of
+micro-batches expected. It keeps the sums as large as a mean's, so that float16 does not overflow. `Weights` does both.
 
 The number of micro-batches appears nowhere: dividing by it is wrong as soon as weights differ.
 
@@ -109,7 +109,7 @@ def weighted(losses: Sequence[Terms], by: Sequence[Terms]) -> tuple[float, ...]:
 class Weights:
     """The weights of one window, and the reference that its losses are measured by.
 
-        weights = Weights(reduction, reference)       # the total, if it is known; else the first weight is taken
+        weights = Weights(reduction, reference)       # the total, if it is known; else it is guessed
         for micro_batch in window:
             (loss(micro_batch) * weights.share(weight)).backward()
             weights.add(weight)
@@ -117,15 +117,25 @@ class Weights:
 
     Args:
         reduction: "mean" or "sum".
-        reference: What weights are divided by while gradients add up, term by term. Empty: the first weight.
+        reference: What weights are divided by while gradients add up, term by term. Empty: the first weight, times
+            `num_expected`.
         where: The framework's `where`, if weights may be tensors.
+        num_expected: How many micro-batches the window will have, as far as is known. If they all weigh the same, the
+            reference is then the total, and nothing is left to multiply by.
     """
 
-    def __init__(self, reduction: Reduction = "mean", reference: Terms = (), where: Where = choose) -> None:
+    def __init__(
+        self,
+        reduction: Reduction = "mean",
+        reference: Terms = (),
+        where: Where = choose,
+        num_expected: int = 1,
+    ) -> None:
         self.reduction = reduction
         self.reference = reference
         self.weights: list[Terms] = []
         self._where = where
+        self._num_expected = num_expected
 
     def check(self, weight: Terms) -> None:
         """Raises WeightError if this micro-batch has another number of terms than those before it."""
@@ -137,22 +147,21 @@ class Weights:
 
     def share(self, weight: Terms) -> Terms:
         """What the losses of the next micro-batch are multiplied by: w_k / reference."""
-        return shares(weight, self.reference or _first(weight), self.reduction, self._where)
+        return shares(weight, self.reference or self.guess(weight), self.reduction, self._where)
 
     def add(self, weight: Terms) -> None:
         """Counts a micro-batch."""
         self.check(weight)
-        self.reference = self.reference or _first(weight)
+        self.reference = self.reference or self.guess(weight)
         self.weights.append(weight)
+
+    def guess(self, weight: Terms) -> Terms:
+        """A reference from one weight, which is not 0, without asking a device."""
+        return tuple([(w + (w == 0)) * self._num_expected for w in weight])
 
     def rest(self, total: Terms) -> Terms:
         """What the finished sums are multiplied by: reference / W."""
         return shares(self.reference, total, self.reduction, self._where)
-
-
-def _first(weight: Terms) -> Terms:
-    """The first weight as a reference: 1 instead of 0, without asking a device."""
-    return tuple([w + (w == 0) for w in weight])
 
 
 def is_number(value: Any) -> bool:

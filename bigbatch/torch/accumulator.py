@@ -327,7 +327,7 @@ class Accumulator:
             num = 1 if self._window is None else len(self._window.losses) + 1
             if num >= num_wanted:
                 self._update.check_not_held_back()
-            window = self._open(terms)
+            window = self._open(terms, num_wanted)
             if self._batch_norms:
                 self._warn_of_batch_norm(num)
             micro = MicroBatch(partial(self._eager.feed, window, terms))
@@ -356,7 +356,7 @@ class Accumulator:
             else:
                 window.seen = self._gradients.marks()  # what a pass does to parameters is the model's own business
 
-    def _open(self, terms: Terms) -> PartialWindow:
+    def _open(self, terms: Terms, num_wanted: int) -> PartialWindow:
         """The window that is open, or a new one, if it can take a micro-batch with these weights."""
         window = self._window
         with self._ranks.raise_on_all_ranks() if self._ranks.is_sharded else _NOTHING:  # others wait in sync_ranks
@@ -371,7 +371,7 @@ class Accumulator:
         reference = self._ranks.sync_ranks(terms) if self._ranks.is_shared else ()
         if window is None:
             scale = None if self.scaler is None else self._precision.loss_scale()
-            weights = Weights(self.reduction, reference, torch.where)
+            weights = Weights(self.reduction, reference, torch.where, num_wanted)
             window = PartialWindow(weights, [Sums() for _ in terms], loss_scale=scale)
         return window
 

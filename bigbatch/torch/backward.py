@@ -82,10 +82,12 @@ class Backward:
         micro.has_begun = True
         shares = window.share(weight, is_movable=not is_sharded)
         values = _values_of(losses)
-        for t, (term, share, sums) in enumerate(zip(losses, shares, window.sums, strict=True)):
+        if not window.buffers:
+            window.buffers = [GradientBuffer(self._gradients, sums) for sums in window.sums]
+        for t, (term, share, buffer) in enumerate(zip(losses, shares, window.buffers, strict=True)):
             if isinstance(share, Tensor) or share:
                 seeded = self.counted((term,), (1.0 if in_units else share,))
-                with GradientBuffer(self._gradients, sums) as buffer:
+                with buffer:
                     buffer.add(*seeded, share if in_units else 1.0, keep_graph=t < len(losses) - 1)
         window.add(weight, values)
         micro.is_fed = True

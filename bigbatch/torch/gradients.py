@@ -189,16 +189,17 @@ class GradientBuffer:
 
     def __init__(self, gradients: Gradients, sums: Sums) -> None:
         self.sums = sums
+        self.parameters = gradients.held()
         self.is_in_grad = False
         self._gradients = gradients
+        self._wide = gradients.widened(self.parameters)
         self._undo: list[Callable[[], None]] = []
         self._held: list[Tensor | None] = []
         """What was in .grad before the backward pass; empty before the first."""
         self._has_hooks = self._has_sparse = False
 
     def __enter__(self) -> "GradientBuffer":
-        self.parameters = self._gradients.held()
-        for p, dtype in self._gradients.widened(self.parameters).items():
+        for p, dtype in self._wide.items():
             self._undo.append(_set_grad_dtype(p, dtype))
         return self
 
@@ -211,9 +212,10 @@ class GradientBuffer:
         finally:
             if not is_done:
                 self.sums.clear()
+                self._held = []
                 clear(self.parameters)
-            for undo in self._undo:
-                undo()
+            while self._undo:
+                self._undo.pop()()
             if self._has_hooks:
                 hooks.put_back(self.parameters)
 

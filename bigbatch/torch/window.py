@@ -138,6 +138,8 @@ class PartialWindow:
         seen: What the parameters looked like after the last micro-batch; None if the window was loaded.
         trainable: Which parameters the micro-batches so far gave gradients to; None before the first.
         is_of_step: Whether it is that of `step()`.
+        buffers: What adds to the sums of `micro_batch()`, by term.
+        shares: What `share` has computed.
     """
 
     weights: Weights
@@ -147,6 +149,8 @@ class PartialWindow:
     seen: list[int] | None = None
     trainable: list[bool] | None = None
     is_of_step: bool = False
+    buffers: list[Any] = field(default_factory=list)
+    shares: dict[Terms, Terms] = field(default_factory=dict)
 
     @classmethod
     def of_step(cls, cut: Cut) -> "PartialWindow":
@@ -160,23 +164,31 @@ class PartialWindow:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is of other parameters, which nobody has looked at."""
-        return {**vars(self), "seen": None}
+        return {**vars(self), "seen": None, "buffers": []}
 
     def share(self, weight: Terms, *, is_movable: bool) -> Terms:
         """What the losses of the next micro-batch are multiplied by: its weight over the reference.
 
-        If the reference is nothing, or so little that this would overflow, the weight becomes the reference, provided
-        that the sums can be scaled to it (`is_movable`).
+        If the reference is so little that this would overflow, or came from a weight of 0, it is replaced, provided that
+        the sums can be scaled to another (`is_movable`).
         """
+        if weight in self.shares:
+            return self.shares[weight]
+        is_kept = all(self.sums) and not any(isinstance(w, Tensor) for w in weight)
         if is_movable and self.weights.reduction == "mean":
             reference = list(self.weights.reference)
             for t, (now, first) in enumerate(zip(weight, reference, strict=False)):  # the first one finds none
                 is_on_host = not isinstance(now, Tensor) and not isinstance(first, Tensor)
                 if is_on_host and (now > first * _FAR or (now and not self.sums[t])):
-                    self.sums[t].multiply(first / now)
-                    reference[t] = now
+                    better = self.weights.guess((now,))
+                    self.sums[t].multiply(*shares((first,), better))
+                    (reference[t],) = better
+                    self.shares.clear()
             self.weights.reference = tuple(reference)
-        return self.weights.share(weight)
+        share = self.weights.share(weight)
+        if is_kept:
+            self.shares[weight] = share
+        return share
 
     def add(self, weight: Terms, losses: list[Any]) -> None:
         """Counts a micro-batch whose gradient was added."""
@@ -190,6 +202,7 @@ class PartialWindow:
             sums.multiply(sums.unit * rest * divisor)
             summed.add(sums)
             sums.clear()
+        self.buffers.clear()
         return summed
 
     def refuse(self, call: str) -> OrderError:
