@@ -20,8 +20,9 @@ w_k / reference, and the finished sum by reference / W:
 
     sum_k (w_k / reference) * g_k  *  (reference / W)  =  sum_k w_k * g_k / W
 
-Both are the same window with a different reference: the total, or the first weight, which keeps the sums as large as
-those of a mean, so that float16 does not overflow. `Weights` does both.
+Both are the same window with a different reference: the total, or a guess at it, the first weight times the number of
+micro-batches expected. The guess keeps the sums as large as those of a mean, so that float16 does not overflow.
+`Weights` does both.
 
 The number of micro-batches appears nowhere: dividing by it is wrong as soon as the weights differ.
 
@@ -71,6 +72,8 @@ def share(weight: Any, total: Any, where: Where = choose) -> Any:
         where: The framework's `where(condition, value, other)`; leave it out for plain numbers.
     """
     is_empty = total == 0
+    if isinstance(is_empty, bool):  # plain numbers, whatever the framework chooses with
+        where = choose
     return where(is_empty, 0.0, weight / where(is_empty, 1.0, total))
 
 
@@ -107,7 +110,7 @@ def weighted(losses: Sequence[Terms], by: Sequence[Terms]) -> tuple[float, ...]:
 class Weights:
     """The weights of one window, and the reference that divides them while gradients add up.
 
-        weights = Weights(reduction, reference)       # the total if it is known; else the first weight is used
+        weights = Weights(reduction, reference)       # the total if it is known; else it is guessed
         for micro_batch in window:
             (loss(micro_batch) * weights.share(weight)).backward()
             weights.add(weight)
@@ -115,15 +118,25 @@ class Weights:
 
     Args:
         reduction: "mean" or "sum".
-        reference: Divides the weights, term by term, while gradients add up. If it is empty, the first weight does.
+        reference: Divides the weights, term by term, while gradients add up. If it is empty: the first weight, times
+            `num_expected`.
         where: The framework's `where`, if weights may be tensors.
+        num_expected: How many micro-batches the window will have, as far as is known. If they all weigh the same, the
+            reference is then the total, and nothing is left to multiply by.
     """
 
-    def __init__(self, reduction: Reduction = "mean", reference: Terms = (), where: Where = choose) -> None:
+    def __init__(
+        self,
+        reduction: Reduction = "mean",
+        reference: Terms = (),
+        where: Where = choose,
+        num_expected: int = 1,
+    ) -> None:
         self.reduction = reduction
         self.reference = reference
         self.weights: list[Terms] = []
         self._where = where
+        self._num_expected = num_expected
 
     def check(self, weight: Terms) -> None:
         """Raises WeightError if this micro-batch does not have as many terms as those before it."""
@@ -135,22 +148,21 @@ class Weights:
 
     def share(self, weight: Terms) -> Terms:
         """The factors for the losses of the next micro-batch: w_k / reference."""
-        return shares(weight, self.reference or _first(weight), self.reduction, self._where)
+        return shares(weight, self.reference or self.guess(weight), self.reduction, self._where)
 
     def add(self, weight: Terms) -> None:
         """Adds the weight of a micro-batch."""
         self.check(weight)
-        self.reference = self.reference or _first(weight)
+        self.reference = self.reference or self.guess(weight)
         self.weights.append(weight)
+
+    def guess(self, weight: Terms) -> Terms:
+        """A reference from one weight, which is not 0, without asking a device."""
+        return tuple([(w + (w == 0)) * self._num_expected for w in weight])
 
     def rest(self, total: Terms) -> Terms:
         """The factors for the finished sums: reference / W."""
         return shares(self.reference, total, self.reduction, self._where)
-
-
-def _first(weight: Terms) -> Terms:
-    """The first weight as a reference: 1 where it is 0, without waiting for a device."""
-    return tuple([w + (w == 0) for w in weight])
 
 
 def is_number(value: Any) -> bool:

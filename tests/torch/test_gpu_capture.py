@@ -573,7 +573,7 @@ def test_many_shapes_warn() -> None:
 
 def test_micro_batch_is_refused() -> None:
     accumulator = captured(make_model(), accumulation_steps=2)
-    with pytest.raises(OptionError, match="a loop of yours"), accumulator.micro_batch(weight=4):
+    with pytest.raises(OptionError, match="your own loop"), accumulator.micro_batch(weight=4):
         pass
 
 

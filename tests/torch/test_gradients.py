@@ -11,7 +11,7 @@ from torch._functorch import config as functorch
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch import OptionError, Window
-from bigbatch.torch import Accumulator, gradients
+from bigbatch.torch import Accumulator
 
 WAYS = ("batch", "micro_batch")
 Batch = tuple[Tensor, Tensor]
@@ -309,15 +309,8 @@ def test_low_precision_parameters_accumulate_in_float32(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("make_optimizer", [adamw, momentum])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("has_grad_dtype", [True, False])
-def test_low_precision_is_rounded_once(
-    way: str, make_optimizer: Any, has_grad_dtype: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An optimizer that wants gradients like its parameters gets the float32 sum, rounded once. Older versions
-    of torch have no grad_dtype; the way taken there gives the same, bit for bit."""
-    if not gradients.HAS_GRAD_DTYPE and has_grad_dtype:
-        pytest.skip(f"torch {torch.__version__} has no grad_dtype")
-    monkeypatch.setattr(gradients, "HAS_GRAD_DTYPE", has_grad_dtype)
+def test_low_precision_is_rounded_once(way: str, make_optimizer: Any) -> None:
+    """An optimizer that wants gradients like its parameters gets the float32 sum, rounded once."""
     torch.manual_seed(0)
     model = nn.Linear(6, 4).bfloat16()
     x, y = data(12, torch.bfloat16)
@@ -343,18 +336,16 @@ def test_low_precision_is_rounded_once(
     assert all(s.dtype == torch.bfloat16 for s in state)
 
 
-def test_at_most_one_wide_buffer_per_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    for has_grad_dtype in {gradients.HAS_GRAD_DTYPE, False}:
-        monkeypatch.setattr(gradients, "HAS_GRAD_DTYPE", has_grad_dtype)
-        model = nn.Linear(6, 4).bfloat16()
-        accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=9)
-        for _ in range(3):
-            with accumulator.micro_batch(weight=3) as micro:
-                micro.backward(mse(model, data(3, torch.bfloat16)))
-        (sums,) = accumulator._window.sums
-        assert [g.dtype for g in sums.values()] == [torch.float32] * 2
-        assert [p.grad for p in model.parameters()] == [None, None]
-        assert accumulator.flush().is_applied
+def test_at_most_one_wide_buffer_per_parameter() -> None:
+    model = nn.Linear(6, 4).bfloat16()
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=9)
+    for _ in range(3):
+        with accumulator.micro_batch(weight=3) as micro:
+            micro.backward(mse(model, data(3, torch.bfloat16)))
+    (sums,) = accumulator._window.sums
+    assert [g.dtype for g in sums.values()] == [torch.float32] * 2
+    assert [p.grad for p in model.parameters()] == [None, None]
+    assert accumulator.flush().is_applied
 
 
 def test_accumulate_dtype_widens_the_sums() -> None:
@@ -369,8 +360,6 @@ def test_accumulate_dtype_widens_the_sums() -> None:
 
 
 def test_the_users_own_grad_dtype_is_given_back() -> None:
-    if not gradients.HAS_GRAD_DTYPE:
-        pytest.skip(f"torch {torch.__version__} has no grad_dtype")
     model: Any = nn.Linear(6, 4, bias=False).bfloat16()
     seen = []
     for wanted in (torch.bfloat16, torch.float32):

@@ -483,11 +483,17 @@ class StartsAnew(Accumulator):
 class Unaware(Accumulator):
     """Continues a window whose backward pass failed."""
 
-    def _feed(self, micro: Any, *args: Any) -> None:
-        try:
-            super()._feed(micro, *args)
-        finally:
-            micro.is_fed = micro.has_begun
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        feed = self._eager.feed
+
+        def unaware(window: Any, weight: Any, micro: Any, losses: Any) -> None:
+            try:
+                feed(window, weight, micro, losses)
+            finally:
+                micro.is_fed = micro.has_begun
+
+        self._eager.feed = unaware
 
 
 class Hasty(Accumulator):

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from bigbatch import BigBatchWarning, NonFiniteError
 from bigbatch.torch import Accumulator, update
-from bigbatch.torch import sums as arithmetic
 from bigbatch.torch.step_result import PendingResult, can_be_skipped_on_device
 from bigbatch.torch.sums import Sums
 
@@ -67,8 +66,8 @@ def test_unfused_optimizers_cannot_skip() -> None:
 def test_clipping_on_the_device_keeps_float64() -> None:
     sums = [Sums({nn.Parameter(torch.zeros(3, dtype=torch.float64)): torch.tensor([3.0, 4.0, 12.0]).double()})]
     sums.append(Sums({p: g.clone() for p, g in sums[0].items()}))
-    arithmetic.clip(sums[0], 13.0, 0.1, None)
-    arithmetic.clip_on_device(sums[1], arithmetic.norm_on_device(sums[1])[1], 0.1, None)
+    sums[0].clip(13.0, 0.1, None)
+    sums[1].clip(sums[1].norms_on_device()[1], 0.1, None)
     (at_once,), (later,) = (found.values() for found in sums)
     assert float((at_once - later).abs().max()) <= 1e-16
 

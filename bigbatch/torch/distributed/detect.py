@@ -1,4 +1,4 @@
-"""Recognises how a model is shared among processes."""
+"""Recognises how a model is trained: by one process, in DistributedDataParallel or with fully_shard."""
 
 from __future__ import annotations  # some builds of torch have no process groups
 
@@ -22,7 +22,7 @@ _REMEDY = {
 
 
 def ranks_of(model: nn.Module, gradients: Gradients, group: dist.ProcessGroup | None, reduce: Reduce) -> Ranks:
-    """How this model's ranks work together. Raises OptionError if they could not give the whole batch's gradient."""
+    """Returns the ranks of this model; raises OptionError if they could not compute the whole batch's gradient."""
     check_choice("reduce", reduce, get_args(Reduce))
     inner = internals.uncompiled(model)
     own_kinds = {kind.__name__ for kind in type(inner).__mro__}
