@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from ..core.errors import OptionError
 from .checks import name_of
-from .distributed.replicas import as_tf_variable
+from .distributed.replicas import as_tf_variable, trainable
 from .gradients import Gradient
 
 
@@ -43,6 +43,10 @@ class Optimizer:
     def is_scaling(self) -> bool:
         """Whether it adapts a scale of the loss, and skips a step that is not finite by itself."""
         return hasattr(self.optimizer, "dynamic_scale") or getattr(self.optimizer, "dynamic", False)
+
+    def variables_of(self, model: Any) -> list[Any]:
+        """The trainable variables of a model, as this optimizer takes them: Keras 3 wants its own."""
+        return list(model.trainable_variables) if self.kind == "keras" else trainable(model)
 
     def build(self, variables: Sequence[Any]) -> None:
         if self.kind == "keras" and not self.optimizer.built:

@@ -6,7 +6,8 @@ from typing import Any
 from ..core.history import History
 from ..core.train import check_one_way, run_epochs
 from ..core.window import AccumulationSteps
-from .accumulator import Accumulator, Loss
+from .accumulator import Accumulator
+from .backward import Loss
 
 
 def train_with_accumulation(

@@ -12,6 +12,7 @@ import tf_keras
 
 from bigbatch import BigBatchWarning, LossError, Window
 from bigbatch.tensorflow import Accumulator, train_with_accumulation, verify
+from bigbatch.tensorflow.distributed.replicas import spread
 from tests.problems import samples
 
 from .training import flat, mirrored
@@ -437,7 +438,7 @@ def test_a_loss_set_later_is_tried_too_and_what_moves_is_put_back() -> None:
     with mirrored().scope(), pytest.warns(BigBatchWarning, match="BatchNormalization"):
         model = normalised()
         accumulator = Accumulator(model, keras.optimizers.SGD(0.1), mean, 22)
-    accumulator._check_is_mean(*accumulator._spread(on_replicas((14, 8))))
+    accumulator._begin(spread(accumulator.strategy, on_replicas((14, 8))))
     for v, fresh in zip(model.non_trainable_variables, normalised().non_trainable_variables, strict=True):
         if v.dtype == "float64":  # not the seed
             np.testing.assert_array_equal(v.numpy(), fresh.numpy())

@@ -15,7 +15,8 @@ from ...core.verify.diagnosis import Array
 from ...core.weight import Reduction, Terms, as_terms, shares, totals
 from ...core.window import Window, cuts
 from .. import batch as nest
-from ..accumulator import Accumulator, Loss, Weight
+from ..accumulator import Accumulator
+from ..backward import Loss, Weight
 from ..checks import batch_norms, layers_of
 from ..distributed.one_replica import Share, one_replica
 from ..distributed.replicas import as_tf_variable

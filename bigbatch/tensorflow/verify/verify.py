@@ -9,7 +9,7 @@ from ...core.verify.compare import audit
 from ...core.verify.result import Verification
 from ...core.weight import Reduction
 from .. import batch as nest
-from ..accumulator import Loss, Weight
+from ..backward import Loss, Weight
 from ..distributed import replicas
 from .trial import Trial, wide_copy
 
