@@ -13,9 +13,9 @@ from ..core.options import Fixed, Option, OptionOf, check_callable, check_size
 from ..core.step import Step
 from ..core.weight import Reduction, check_reduction, shares
 from ..core.window import AccumulationSteps, Window, check_lists
-from . import batch as nest
 from . import checks, gradients
 from .backward import Backward, Loss, Weight
+from .batch import Layout, any_size, batch_size, part
 from .distributed import replicas
 from .distributed.is_mean import check_is_mean
 from .distributed.one_replica import Share, check_loss, one_replica
@@ -124,14 +124,14 @@ class Accumulator(tf.Module):
         self.micro_batch_size, self.reduction, self.jit_compile = micro_batch_size, reduction, jit_compile
         self.num_traces = 0
         self.strategy = replicas.strategy_of(model)
-        self._stepper = Optimizer(optimizer, self.strategy)
+        self._optimizer = Optimizer(optimizer, self.strategy)
         self._exclusive = Exclusive(lambda: [model, optimizer, *replicas.trainable(model)], key=id)
         resume = "set accumulator.is_stopped = False to continue"
         self._nonfinite = NonFinite(on_nonfinite, max_skipped, warns=False, resume=resume)
         self._skipped_steps = SkippedSteps(self._nonfinite, self.strategy)
         self._update = Update(
             model,
-            self._stepper,
+            self._optimizer,
             self.strategy,
             reduction,
             self._skipped_steps,
@@ -139,7 +139,7 @@ class Accumulator(tf.Module):
             clip_norm=clip_norm,
             clip_value=clip_value,
         )
-        self._window = PartialWindow(model, self._stepper, self.strategy, reduction, accumulation_steps)
+        self._window = PartialWindow(model, self._optimizer, self.strategy, reduction, accumulation_steps)
         self._graphs = Graphs()
         self._is_traced = False
         """Whether a tf.function of the user's was traced with `add` or `flush` in it."""
@@ -187,11 +187,11 @@ class Accumulator(tf.Module):
             raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
         layout = replicas.spread(self.strategy, batch)
         if self.micro_batch_size == 1:
-            check_lists(batch, nest.batch_size(layout))
+            check_lists(batch, batch_size(layout))
         self._begin(layout)
         with checks.explained():
             found = self._graph(("batch", self.micro_batch_size), self._whole_batch, layout)(*layout.tensors)
-        return found if self._stepper.runs_in_graph else self._finish(found)
+        return found if self._optimizer.runs_in_graph else self._update(found)
 
     def _step_window(self, window: Window[Any]) -> Result:
         """A graph for each part: weigh every micro-batch; forward and backward of each; reduce and update."""
@@ -208,22 +208,19 @@ class Accumulator(tf.Module):
             with checks.explained():
                 for layout in layouts:
                     self._graph("add", self._micro_batch, layout, spec, graphs=sums.graphs)(total, *layout.tensors)
-            if not self._stepper.runs_in_graph:
+            if not self._optimizer.runs_in_graph:
                 return self._finish_window(total)
-            key, nothing = ("finish", tuple(sums.present())), nest.Layout(())
+            key, nothing = ("finish", tuple(sums.present())), Layout(())
             result: Result = self._graph(key, lambda _: self._finish_window, nothing, spec, graphs=sums.graphs)(total)
             return result
         except BaseException:
             self._window.clear()
             raise
 
-    def _finish(self, summed: Any) -> Result:
-        """Applies the gradient of the whole batch; across replicas."""
-        return self._update(summed, needs_finite_loss=self._nonfinite.needs_finite_loss)
-
-    def _finish_window(self, total: tf.Tensor) -> Result:
+    def _finish_window(self, total: tf.Tensor | None = None) -> Result:
+        """The update with what the window adds up to; across replicas. The caller of `add` knows its losses."""
         try:
-            return self._finish(self._window.summed(total))
+            return self._update(self._window.summed(total), is_loss_checked=total is not None)
         finally:
             self._window.clear()
 
@@ -242,7 +239,7 @@ class Accumulator(tf.Module):
         self,
         name: Any,
         make: Callable[[Backward], Callable[..., Any]],
-        layout: nest.Layout,
+        layout: Layout,
         *more: tf.TypeSpec,
         graphs: Graphs | None = None,
     ) -> Any:
@@ -262,21 +259,21 @@ class Accumulator(tf.Module):
 
         def compiled(specs: Sequence[tf.TypeSpec]) -> Any:
             checks.check_trainable(self.model, is_called=True)
-            self._stepper.check_knows(self.model.trainable_variables)
+            self._optimizer.check_knows(self.model.trainable_variables)
             backward = Backward(
                 layout,
                 self.model,
                 self.loss,
                 self.weight,
                 self.reduction,
-                self._stepper,
+                self._optimizer,
                 jit_compile=self.jit_compile,
             )
             function = tf.function(make(backward), input_signature=[*more, *specs], autograph=False)
             return function if in_python else function.get_concrete_function()  # which is cheaper to call
 
         kept = (graphs or self._graphs) if layout.is_lasting else Graphs()
-        return kept.get(key, layout.shapes, lambda: map(replicas.any_size, layout.tensors), compiled, functions)
+        return kept.get(key, layout.shapes, lambda: map(any_size, layout.tensors), compiled, functions)
 
     def _whole_batch(self, backward: Backward) -> Callable[..., Any]:
         micro_batch_size: Any = self.micro_batch_size
@@ -284,7 +281,7 @@ class Accumulator(tf.Module):
         def whole_batch(*tensors: Any) -> Any:
             self.num_traces += 1
             summed = self.strategy.run(lambda *own: accumulate(backward, own, micro_batch_size), args=tensors)
-            return self._finish(summed) if self._stepper.runs_in_graph else summed
+            return self._update(summed) if self._optimizer.runs_in_graph else summed
 
         return whole_batch
 
@@ -412,11 +409,8 @@ class Accumulator(tf.Module):
             return self.last_step
 
     def _close(self) -> None:
-        """Makes the step of the window that `add` fed; across replicas. The caller knows the losses."""
-        try:
-            result = self._update(self._window.summed(), needs_finite_loss=False)
-        finally:
-            self._window.clear()
+        """Makes the step of the window that `add` fed; across replicas."""
+        result = self._finish_window()
         losses, total, *others = result[:5]
         values = [tf.reduce_sum(losses), tf.reduce_sum(total), *others]
         self._last_step.assign(tf.stack([tf.cast(value, WEIGHT) for value in values]))
@@ -461,7 +455,7 @@ class Accumulator(tf.Module):
         """Refuses what cannot be done in a graph of the user's, where nothing can be raised."""
         if tf.executing_eagerly():
             return
-        if not self._stepper.runs_in_graph:
+        if not self._optimizer.runs_in_graph:
             name = type(self.optimizer).__name__
             raise OptionError(f"{name} steps in eager code only: call {call} outside of tf.function")
         if self.on_nonfinite != "skip":
@@ -473,13 +467,13 @@ class Accumulator(tf.Module):
 
     # --- before the first step ---------------------------------------------------------------------------
 
-    def _begin(self, layout: nest.Layout) -> None:
+    def _begin(self, layout: Layout) -> None:
         """Makes the variables of a model that makes them when it is first called, and tries a loss on replicas."""
         if not self.model.trainable_variables:
 
             def on_replica(*own: Any) -> None:
                 with one_replica(Share(1)):
-                    self.loss(self.model, layout.pack([nest.part(tensor, 0, 1) for tensor in own]))
+                    self.loss(self.model, layout.pack([part(tensor, 0, 1) for tensor in own]))
 
             self.strategy.run(on_replica, args=layout.tensors)
             checks.check_trainable(self.model, is_called=True)

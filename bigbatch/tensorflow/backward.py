@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from ..core.errors import WeightError
 from ..core.weight import Reduction, Terms, as_terms, check_weight, share
-from . import batch as nest
 from . import gradients
+from .batch import Layout, any_size, num_samples
 from .checks import checked_loss
 from .distributed import replicas
 from .distributed.one_replica import Share, one_replica
@@ -44,7 +44,7 @@ class Backward:
 
     def __init__(
         self,
-        layout: nest.Layout,
+        layout: Layout,
         model: Any,
         loss: Loss,
         weight: Weight | None,
@@ -70,14 +70,14 @@ class Backward:
 
     def traced(self, tensors: Sequence[Any], num_terms: int) -> Any:
         """The function that the pass is traced to."""
-        return self.whole.get_concrete_function(list(map(nest.any_size, tensors)), tf.TensorSpec([num_terms], WEIGHT))
+        return self.whole.get_concrete_function(list(map(any_size, tensors)), tf.TensorSpec([num_terms], WEIGHT))
 
     # --- weights -----------------------------------------------------------------------------------------
 
     def weigh(self, tensors: Sequence[Any]) -> tf.Tensor:
         """The weight of one micro-batch, term by term."""
         if self.weight is None:
-            return tf.cast(nest.num_samples(tensors), WEIGHT)[None]
+            return tf.cast(num_samples(tensors), WEIGHT)[None]
         found = as_terms(converted(self.weight, self._layout.pack(tensors)))
         if not found:
             raise WeightError("the weight has 0 terms: return a number, or one for each term of the loss")
@@ -88,7 +88,7 @@ class Backward:
     def num_terms(self, tensors: Sequence[Any]) -> int:
         """How many terms the weight has."""
         weigh = tf.function(lambda tensors: self.weigh(tensors), autograph=False)
-        return int(weigh.get_concrete_function(list(map(nest.any_size, tensors))).structured_outputs.shape[0])
+        return int(weigh.get_concrete_function(list(map(any_size, tensors))).structured_outputs.shape[0])
 
     def shares(self, weights: tf.Tensor, totals: tf.Tensor) -> tf.Tensor:
         """What losses are multiplied by: w / W, or 1 with reduction "sum"."""

@@ -94,7 +94,10 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor)
 
 
-def any_size(leaf: _Leaf) -> tf.TypeSpec:
+def any_size(leaf: Any) -> tf.TypeSpec:
+    """The type of a tensor, or of a tensor per replica, with a leading axis of any size."""
+    if isinstance(leaf, tf.distribute.DistributedValues):
+        return type(tf.type_spec_from_value(leaf))(*map(any_size, leaf.values))
     shape = leaf.shape if leaf.shape.rank == 0 else tf.TensorShape([None, *leaf.shape[1:]])
     if isinstance(leaf, tf.RaggedTensor):
         return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ..core import batch
 from ..core.errors import GradientError, LossError, OptionError, OrderError, WeightError
 from ..core.weight import Terms, check_terms, is_number
 from .gradients import wide_dtype
@@ -134,22 +133,3 @@ def checked_rows(gradients: Sequence[Any], variables: Sequence[Any]) -> list[tf.
             )
         rows.append(checked(g.indices, is_good, _BAD_ROWS))
     return rows
-
-
-def batch_norms(model: Any) -> list[str]:
-    """The names of the BatchNormalization layers that normalise by what they are fed."""
-    return [layer.name for layer in layers_of(model) if _is_batch_norm(layer) and layer.trainable]
-
-
-def layers_of(model: Any) -> list[Any]:
-    """All layers, those inside of others too."""
-    return list(model._flatten_layers()) if hasattr(model, "_flatten_layers") else []
-
-
-def _is_batch_norm(layer: Any) -> bool:
-    return any(cls.__name__ == "BatchNormalization" for cls in type(layer).__mro__)
-
-
-def warn_of_batch_norm(model: Any) -> None:
-    """Warns that BatchNormalization sees micro-batches, if it does."""
-    batch.warn_of_batch_norm(batch_norms(model), "freeze them", layer="BatchNormalization")

@@ -29,6 +29,11 @@ def is_for_xla() -> bool:
     return bool(control_flow_util.GraphOrParentsInXlaContext(ops.get_default_graph()))
 
 
+def layers_of(model: Any) -> list[Any]:
+    """All layers of a Keras model, also those inside of others (Keras 3.15)."""
+    return list(model._flatten_layers()) if hasattr(model, "_flatten_layers") else []
+
+
 def is_recording() -> bool:
     """Whether a GradientTape is open on this thread."""
     return bool(record.could_possibly_record())

@@ -6,9 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from . import batch as nest
 from . import gradients
 from .backward import Backward
+from .batch import num_samples, numbered, rows
 from .distributed import replicas
 from .sums import LoopSums, Summed, is_kept_sparse
 from .weight import WEIGHT
@@ -35,7 +35,7 @@ def accumulate(backward: Backward, tensors: Sequence[Any], micro_batch_size: int
         tensors: The tensors of this replica's batch.
         micro_batch_size: Where to cut it.
     """
-    batch_size = nest.num_samples(tensors)
+    batch_size = num_samples(tensors)
     num = -(-batch_size // micro_batch_size)
     weights = _weigh(backward, tensors, micro_batch_size, num)
     total = tf.reduce_sum(weights, 0)
@@ -62,16 +62,16 @@ def accumulate(backward: Backward, tensors: Sequence[Any], micro_batch_size: int
 def _weigh(backward: Backward, tensors: Sequence[Any], micro_batch_size: int, num: Any) -> tf.Tensor:
     """The weights: a row for each micro-batch, with a column for each term."""
     if backward.weight is None:
-        sizes = tf.minimum(micro_batch_size, nest.num_samples(tensors) - tf.range(num) * micro_batch_size)
+        sizes = tf.minimum(micro_batch_size, num_samples(tensors) - tf.range(num) * micro_batch_size)
         return tf.cast(sizes, WEIGHT)[:, None]
     num_terms = backward.num_terms(tensors)
 
-    def add(k: tf.Tensor, micro_batch: list[Any], rows: tf.TensorArray) -> tf.TensorArray:
-        return rows.write(k, backward.weigh(micro_batch))
+    def add(k: tf.Tensor, micro_batch: list[Any], weights: tf.TensorArray) -> tf.TensorArray:
+        return weights.write(k, backward.weigh(micro_batch))
 
-    rows = tf.TensorArray(WEIGHT, size=num, element_shape=[num_terms])
-    rows = _loop(add, rows, tensors, micro_batch_size, num_at_once=1)
-    return tf.reshape(rows.stack(), [-1, num_terms])
+    weights = tf.TensorArray(WEIGHT, size=num, element_shape=[num_terms])
+    weights = _loop(add, weights, tensors, micro_batch_size, num_at_once=1)
+    return tf.reshape(weights.stack(), [-1, num_terms])
 
 
 def _run(
@@ -107,10 +107,10 @@ def _run(
 
 def _loop(body: _Body, state: Any, tensors: Sequence[Any], micro_batch_size: int, num_at_once: int) -> Any:
     """TensorFlow's own loop; the last micro-batch may be smaller."""
-    num = -(-nest.num_samples(tensors) // micro_batch_size)
+    num = -(-num_samples(tensors) // micro_batch_size)
 
     def step(k: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:
-        return k + 1, body(k, [nest.numbered(t, k, micro_batch_size) for t in tensors], state)
+        return k + 1, body(k, [numbered(t, k, micro_batch_size) for t in tensors], state)
 
     return tf.while_loop(lambda k, _: k < num, step, (tf.constant(0), state), parallel_iterations=num_at_once)[1]
 
@@ -123,18 +123,18 @@ def _loop_in_xla(body: _Body, start: Callable[[], Any], tensors: Sequence[tf.Ten
     """
 
     def full() -> Any:
-        num_full = nest.num_samples(tensors) // micro_batch_size
+        num_full = num_samples(tensors) // micro_batch_size
         return tf.while_loop(lambda k, _: k < num_full, step, (tf.constant(0), start()), parallel_iterations=1)[1]
 
     def step(k: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:
-        return k + 1, body(k, [nest.rows(t, k * micro_batch_size, micro_batch_size) for t in tensors], state)
+        return k + 1, body(k, [rows(t, k * micro_batch_size, micro_batch_size) for t in tensors], state)
 
-    num = nest.num_samples(tensors)
+    num = num_samples(tensors)
     rest = num % micro_batch_size
     done = tf.cond(num >= micro_batch_size, tf.function(full, jit_compile=True, autograph=False), start)
     return tf.cond(
         rest > 0,
-        lambda: body(num // micro_batch_size, [nest.rows(t, num - rest, rest) for t in tensors], done),
+        lambda: body(num // micro_batch_size, [rows(t, num - rest, rest) for t in tensors], done),
         lambda: done,
     )
 

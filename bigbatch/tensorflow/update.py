@@ -10,9 +10,10 @@ from ..core.exclusive import Exclusive
 from ..core.options import Option, check_clip
 from ..core.step import Step
 from ..core.weight import Reduction, from_terms
-from . import checks, gradients
+from . import gradients
 from .gradients import Gradient
 from .internals import is_for_xla
+from .layers import warn_of_batch_norms
 from .nonfinite import SkippedSteps
 from .optimizer import Optimizer
 from .sums import Summed
@@ -90,21 +91,21 @@ class Update(tf.Module):
         self.is_ready = True
         with self._strategy.scope():
             self._optimizer.build(self._optimizer.variables_of(self._model))
-        checks.warn_of_batch_norm(self._model)
+        warn_of_batch_norms(self._model)
 
-    def __call__(self, summed: Summed, *, needs_finite_loss: bool) -> Result:
+    def __call__(self, summed: Summed, *, is_loss_checked: bool = True) -> Result:
         """Applies the gradient if it is finite and counts anything; across replicas.
 
         Args:
             summed: What the window adds up to, on each replica.
-            needs_finite_loss: Whether the step is skipped if only the loss is not finite.
+            is_loss_checked: Whether the loss must be finite, too, if the policy says so.
         """
         skipped_steps, is_scaling = self._skipped_steps, self._optimizer.is_scaling
         clipped, *others = self._strategy.run(self._clip, args=(summed.gradients, summed.total))
         norm, is_finite, has_weight, losses, total, num = (
             self._strategy.experimental_local_results(value)[0] for value in (*others, *summed[1:])
         )
-        if needs_finite_loss and not is_scaling:
+        if is_loss_checked and skipped_steps.policy.needs_finite_loss and not is_scaling:
             is_finite &= tf.reduce_all(tf.math.is_finite(losses))
 
         def apply() -> None:

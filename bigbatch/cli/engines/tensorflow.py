@@ -10,7 +10,7 @@ from ...core.errors import OptionError
 from ...core.step import Step
 from ...core.verify.result import Verification
 from ...tensorflow import Accumulator, verify
-from ...tensorflow import batch as nest
+from ...tensorflow.batch import Layout, batch_size
 from ..config import Config
 from ..run import randomness
 from ..run.memory import HostPeak
@@ -54,7 +54,7 @@ class TensorFlowEngine(Engine):
         inner(self.optimizer).learning_rate = lr
 
     def num_samples(self, batch: Any) -> int:
-        return nest.batch_size(nest.Layout(batch))
+        return batch_size(Layout(batch))
 
     def weights(self) -> dict[str, np.ndarray]:
         return weights_of(self.model)

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from ...core.errors import BigBatchError, LossError
 from ...core.weight import as_terms
-from .. import batch as nest
-from ..verify.dropout import dropout_off
+from ..batch import Layout, batch_size, part
+from ..layers import dropout_off
 from .one_replica import Share, one_replica
 from .replicas import as_tf_variable
 
@@ -22,7 +22,7 @@ def check_is_mean(
     loss: Callable[[Any, Any], Any],
     weight: Callable[[Any], Any] | None,
     strategy: tf.distribute.Strategy,
-    layout: nest.Layout,
+    layout: Layout,
 ) -> None:
     """Raises LossError if a loss grows by the same amount with each sample: `tf.reduce_sum(…) / GLOBAL_BATCH_SIZE`.
 
@@ -42,11 +42,11 @@ def check_is_mean(
     found: list[tuple[Sequence[Any], Sequence[Any]]] = []
 
     def on_replica(*own: Any) -> None:
-        one = [nest.part(t, 0, 1) for t in own]
+        one = [part(t, 0, 1) for t in own]
         samples = [layout.pack([t if t.shape.rank == 0 else tf.concat([t] * k, 0) for t in one]) for k in (1, 2, 3)]
         with one_replica(share):
             losses = [as_terms(loss(model, each)) for each in samples]
-        weights = [(nest.batch_size(nest.Layout(s)),) if weight is None else as_terms(weight(s)) for s in samples]
+        weights = [(batch_size(Layout(s)),) if weight is None else as_terms(weight(s)) for s in samples]
         found.extend(zip(zip(*losses, strict=True), zip(*weights, strict=True), strict=True))
 
     held = [(v, tf.identity(as_tf_variable(v))) for v in model.variables if not v.trainable]

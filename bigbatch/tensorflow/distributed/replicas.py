@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from ...core.errors import BatchError, WeightError
-from .. import batch as nest
+from ..batch import Layout, batch_size, part
 from ..gradients import Gradient, dense
 from ..weight import WEIGHT
 
@@ -37,17 +37,10 @@ def is_shared() -> bool:
     return context is not None and context.num_replicas_in_sync > 1
 
 
-def any_size(value: Any) -> tf.TypeSpec:
-    """The type of a tensor, or of a tensor per replica, with a leading axis of any size."""
-    if isinstance(value, tf.distribute.DistributedValues):
-        return type(tf.type_spec_from_value(value))(*map(nest.any_size, value.values))
-    return nest.any_size(value)
-
-
 # --- a batch -------------------------------------------------------------------------------------------------
 
 
-def spread(strategy: tf.distribute.Strategy, batch: Any) -> nest.Layout:
+def spread(strategy: tf.distribute.Strategy, batch: Any) -> Layout:
     """The layout of a batch, with a part of each tensor for each replica if there are several.
 
     A distributed dataset hands over such parts. Plain tensors are cut: replicas get their rows one after the other, and
@@ -56,16 +49,16 @@ def spread(strategy: tf.distribute.Strategy, batch: Any) -> nest.Layout:
     num_replicas = strategy.num_replicas_in_sync
     is_one = num_replicas == 1
     is_spread = not is_one and any(map(_is_of_replicas, tf.nest.flatten(batch)))
-    layout, *layout.others = map(nest.Layout, _parts(strategy, batch) if is_spread else [batch])
-    batch_size = sum(map(nest.batch_size, (layout, *layout.others)))
+    layout, *layout.others = map(Layout, _parts(strategy, batch) if is_spread else [batch])
+    size = sum(map(batch_size, (layout, *layout.others)))
     # other workers may have samples even if this one has none
-    if batch_size == 0 and not is_spread and (is_one or len(strategy.extended.worker_devices) == num_replicas):
+    if size == 0 and not is_spread and (is_one or len(strategy.extended.worker_devices) == num_replicas):
         raise BatchError(f"tensor {layout.places[0]} has 0 samples: leave empty batches out of the stream")
     if is_spread:
         leaves = tf.nest.flatten(batch)
         layout.tensors = [leaves[k] for k in layout.places]
     elif not is_one:
-        layout.tensors = [_cut(strategy, tensor, batch_size) for tensor in layout.tensors]
+        layout.tensors = [_cut(strategy, tensor, size) for tensor in layout.tensors]
     return layout
 
 
@@ -76,23 +69,23 @@ def _is_of_replicas(leaf: Any) -> bool:
 def _parts(strategy: tf.distribute.Strategy, batch: Any) -> list[Any]:
     """What each replica of this process has of a batch; other values go to all of them."""
 
-    def part(leaf: Any, place: int) -> Any:
+    def of_replica(leaf: Any, place: int) -> Any:
         return strategy.experimental_local_results(leaf)[place] if _is_of_replicas(leaf) else leaf
 
     num = len(strategy.extended.worker_devices)
-    return [tf.nest.map_structure(lambda leaf, place=place: part(leaf, place), batch) for place in range(num)]
+    return [tf.nest.map_structure(lambda leaf, place=place: of_replica(leaf, place), batch) for place in range(num)]
 
 
-def _cut(strategy: tf.distribute.Strategy, tensor: Any, batch_size: int) -> Any:
+def _cut(strategy: tf.distribute.Strategy, tensor: Any, size: int) -> Any:
     num = len(strategy.extended.worker_devices)
-    each = -(-batch_size // num)
-    starts = iter(min(place * each, batch_size) for place in range(num))
+    each = -(-size // num)
+    starts = iter(min(place * each, size) for place in range(num))
 
-    def part(_: Any) -> Any:
+    def rows(_: Any) -> Any:
         start = next(starts)
-        return nest.part(tensor, start, min(start + each, batch_size))
+        return part(tensor, start, min(start + each, size))
 
-    return strategy.experimental_distribute_values_from_function(part)
+    return strategy.experimental_distribute_values_from_function(rows)
 
 
 # --- weights and gradients -----------------------------------------------------------------------------------
