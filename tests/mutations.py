@@ -126,8 +126,8 @@ tensorflow: a micro-batch counts 1 instead of its weight | tensorflow/backward.p
 - share(weights, totals, where)
 + share(tf.ones_like(weights), totals, where)
 tensorflow: the tail of a batch is dropped | tensorflow/loop.py | test-tensorflow
-- num = -(-nest.num_samples(tensors) // micro_batch_size)
-+ num = nest.num_samples(tensors) // micro_batch_size
+- num = -(-num_samples(tensors) // micro_batch_size)
++ num = num_samples(tensors) // micro_batch_size
 tensorflow: a fed window is divided by the number of micro-batches | tensorflow/window.py | test-tensorflow
 - rest = share(1.0, weight, where)
 + rest = share(1.0, tf.cast(self.sums.count, weight.dtype), where)
@@ -149,9 +149,9 @@ tensorflow: replicas all count the same | tensorflow/loop.py | test-tensorflow
 tensorflow: the totals of terms are not reduced over replicas | tensorflow/loop.py | test-tensorflow
 - total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, total)
 + total = tf.identity(total)
-tensorflow: the optimizer adds the reduced gradient up again | tensorflow/optimizer.py | test-tensorflow
-- inner._all_reduce_sum_gradients = list
-+ inner._all_reduce_sum_gradients = inner._all_reduce_sum_gradients
+tensorflow: the optimizer adds the reduced gradient up again | tensorflow/internals.py | test-tensorflow
+- optimizer._all_reduce_sum_gradients = list
++ optimizer._all_reduce_sum_gradients = optimizer._all_reduce_sum_gradients
 jax: the tail counts as much as a full micro-batch | jax/window.py | test-jax
 - count = share(weights[0], self._unit)
 + count = share(weights[0], self._unit) if self.spec.weight else 1

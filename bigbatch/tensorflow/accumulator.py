@@ -292,8 +292,8 @@ class Accumulator(tf.Module):
         def on_replica(total: tf.Tensor, *tensors: Any) -> None:
             weight = backward.weigh(tensors)
 
-            def count(micro: Any, share: tf.Tensor) -> None:
-                losses, found = micro(tensors, share)
+            def count(run: Any, share: tf.Tensor) -> None:
+                losses, found = run(tensors, share)
                 self._window.sums.add(found, weight[0], losses)
 
             backward.if_counted(backward.shares(weight, total), count, skip=lambda: None)

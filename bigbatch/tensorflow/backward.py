@@ -62,7 +62,7 @@ class Backward:
         self.jit_compile = jit_compile
         self.is_share_used = False
         """Whether the loss asked for its share of the whole batch; known when it is traced."""
-        self.whole = tf.function(self._run, jit_compile=jit_compile or None, autograph=False)
+        self._all_terms = tf.function(self._run, jit_compile=jit_compile or None, autograph=False)
         self._by_term = tf.function(self._run_by_term, jit_compile=jit_compile or None, autograph=False)
 
     def variables(self) -> list[Any]:
@@ -70,7 +70,7 @@ class Backward:
 
     def traced(self, tensors: Sequence[Any], num_terms: int) -> Any:
         """The function that the pass is traced to."""
-        return self.whole.get_concrete_function(list(map(any_size, tensors)), tf.TensorSpec([num_terms], WEIGHT))
+        return self._all_terms.get_concrete_function(list(map(any_size, tensors)), tf.TensorSpec([num_terms], WEIGHT))
 
     # --- weights -----------------------------------------------------------------------------------------
 
@@ -96,25 +96,27 @@ class Backward:
 
     # --- the pass ----------------------------------------------------------------------------------------
 
-    def if_counted(self, share: tf.Tensor, count: Callable[[Any, tf.Tensor], Any], skip: Callable[[], Any]) -> Any:
-        """Calls `count(micro, share)` with the pass that fits, or `skip()` if the micro-batch counts nothing.
+    def __call__(self, tensors: Sequence[Any], share: tf.Tensor) -> Any:
+        """The losses of one micro-batch times their shares, and the gradient of their sum."""
+        return self._all_terms(tensors, share)
 
-        The mean over nothing may be 0/0, so a micro-batch, or a term, with share 0 is left out.
+    def if_counted(self, share: tf.Tensor, count: Callable[[Any, tf.Tensor], Any], skip: Callable[[], Any]) -> Any:
+        """Calls `count(backward, share)`, or `skip()` if the micro-batch counts nothing.
+
+        The mean over nothing may be 0/0, so a micro-batch with share 0 is left out. If only one term of the loss has
+        share 0, `count` gets a backward pass that leaves out that term.
         """
 
         def some() -> Any:
             if share.shape[0] == 1:
-                return count(self.whole, share)
+                return count(self, share)
             is_whole = tf.reduce_all(share > 0)
-            return tf.cond(is_whole, lambda: count(self.whole, share), lambda: count(self._by_term, share))
+            return tf.cond(is_whole, lambda: count(self, share), lambda: count(self._by_term, share))
 
         return tf.cond(tf.reduce_any(share > 0), some, skip)
 
     def _run(self, tensors: Sequence[Any], share: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
-        """The losses of one micro-batch times their shares, and the gradient of their sum.
-
-        The share enters as the gradient that the tape starts from, which saves the multiplication and its gradient.
-        """
+        """The share enters as the gradient that the tape starts from, which saves a multiplication and its gradient."""
         with tf.GradientTape() as tape:
             terms = self._forward(tensors, share)
         # float16 and bfloat16 would round the share, so there the wide gradient is scaled instead of the loss

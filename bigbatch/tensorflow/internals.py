@@ -1,4 +1,4 @@
-"""Every private API of TensorFlow's that is used here (TensorFlow 2.21)."""
+"""The private APIs of TensorFlow 2.21 and Keras 3.15 that are used here."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +32,19 @@ def is_for_xla() -> bool:
 def layers_of(model: Any) -> list[Any]:
     """All layers of a Keras model, also those inside of others (Keras 3.15)."""
     return list(model._flatten_layers()) if hasattr(model, "_flatten_layers") else []
+
+
+@contextmanager
+def without_reduction(optimizer: Any) -> Iterator[None]:
+    """Inside, an optimizer of Keras 3 does not add gradients up over replicas. There is no public switch (Keras 3.15).
+
+    The object's own method is covered, and only while a step is traced.
+    """
+    optimizer._all_reduce_sum_gradients = list
+    try:
+        yield
+    finally:
+        del optimizer._all_reduce_sum_gradients
 
 
 def is_recording() -> bool:

@@ -84,23 +84,23 @@ def _run(
     def add(k: tf.Tensor, micro_batch: list[Any], state: Any) -> Any:
         losses, states = state
 
-        def count(micro: Any, share: tf.Tensor) -> tuple[Any, ...]:
-            more, found = micro(micro_batch, share)
+        def count(run: Any, share: tf.Tensor) -> tuple[Any, ...]:
+            more, found = run(micro_batch, share)
             return losses + more, sums.add(states, k, found)
 
         share = tf.gather(shares, k)
         if backward.weight is None:  # no micro-batch is empty
-            return count(backward.whole, share)
+            return count(backward, share)
         return backward.if_counted(share, count, lambda: (losses, sums.skip(states, k)))
 
     def start() -> tuple[Any, ...]:
         return tf.zeros(shares.shape[1:], WEIGHT), sums.start()
 
     is_dense = all(isinstance(t, tf.Tensor) for t in tensors) and not any(map(is_kept_sparse, like, variables))
-    if backward.jit_compile and is_dense and is_good_for_xla(traced.graph):
+    if backward.jit_compile and is_dense and _is_good_for_xla(traced.graph):
         losses, states = _loop_in_xla(add, start, tensors, micro_batch_size)
     else:
-        num_at_once = num_side_by_side(traced.graph, micro_batch_size)
+        num_at_once = _num_side_by_side(traced.graph, micro_batch_size)
         losses, states = _loop(add, start(), tensors, micro_batch_size, num_at_once)
     return sums.finished(states), losses
 
@@ -139,7 +139,7 @@ def _loop_in_xla(body: _Body, start: Callable[[], Any], tensors: Sequence[tf.Ten
     )
 
 
-def is_good_for_xla(graph: tf.Graph) -> bool:
+def _is_good_for_xla(graph: tf.Graph) -> bool:
     """Whether XLA should run the loop and not just what is in it.
 
     A compiled micro-step costs a launch each time. But on a CPU, XLA runs convolutions many times slower inside a loop
@@ -152,7 +152,7 @@ def is_good_for_xla(graph: tf.Graph) -> bool:
     return not any("Conv" in node.op for nodes in (found.node, *functions) for node in nodes)
 
 
-def num_side_by_side(graph: tf.Graph, micro_batch_size: int) -> int:
+def _num_side_by_side(graph: tf.Graph, micro_batch_size: int) -> int:
     """How many micro-batches may run at one time: several keep all cores busy if they need little memory.
 
     One if their order matters: they draw random numbers in TF1's way, or update a variable (a seed,

@@ -138,7 +138,7 @@ class Update(tf.Module):
         """On a replica: the clipped gradient, its norm before, whether that is finite, and whether anything counts."""
         if all(g is None for g in found):
             raise LossError("the loss reached none of the model's trainable variables: compute it with the model")
-        loss_scale = tf.cast(self._optimizer.scale(), WEIGHT)
+        loss_scale = self._optimizer.scaled(tf.ones([], WEIGHT))
         norm = gradients.norm(found) / loss_scale
         if self.clip_norm is not None:
             found = gradients.clipped_by_norm(found, norm, self.clip_norm)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from bigbatch.tensorflow import Accumulator
 from bigbatch.tensorflow.loop import _LITTLE as LITTLE
 from bigbatch.tensorflow.loop import _MOST as MOST
-from bigbatch.tensorflow.loop import num_side_by_side
+from bigbatch.tensorflow.loop import _num_side_by_side as num_side_by_side
 
 
 def graph_of(loss: Any, *specs: tf.TypeSpec) -> tf.Graph:
