@@ -125,7 +125,7 @@ class Accumulator(tf.Module):
         self.num_traces = 0
         self.strategy = replicas.strategy_of(model)
         self._optimizer = Optimizer(optimizer, self.strategy)
-        self._exclusive = Exclusive(lambda: [model, optimizer, *replicas.trainable(model)], key=id)
+        self._exclusive = Exclusive(self._trained, key=id)
         resume = "set accumulator.is_stopped = False to continue"
         self._nonfinite = NonFinite(on_nonfinite, max_skipped, warns=False, resume=resume)
         self._skipped_steps = SkippedSteps(self._nonfinite, self.strategy)
@@ -447,6 +447,10 @@ class Accumulator(tf.Module):
             return self._exclusive.hold(call, [int(context.replica_id_in_sync_group)])
         return self._exclusive.hold(call, range(self.strategy.num_replicas_in_sync))
 
+    def _trained(self) -> list[Any]:
+        """What only one call at a time may train."""
+        return [self.model, self.optimizer, *replicas.trainable(self.model)]
+
     def _num_changes(self) -> int:
         """How often the variables were changed. Frozen ones have no lock, so a sum is compared and not a list."""
         return sum(self._exclusive.num_changes()[1:])
@@ -469,7 +473,7 @@ class Accumulator(tf.Module):
 
     def _begin(self, layout: Layout) -> None:
         """Makes the variables of a model that makes them when it is first called, and tries a loss on replicas."""
-        if not self.model.trainable_variables:
+        if not self._update.is_ready and not self.model.trainable_variables:
 
             def on_replica(*own: Any) -> None:
                 with one_replica(Share(1)):

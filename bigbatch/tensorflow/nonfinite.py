@@ -1,6 +1,5 @@
 """Steps that are skipped because something is not finite: recorded in the graph, reported on the host."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -68,17 +67,18 @@ class SkippedSteps(tf.Module):
 
     # --- on the host -------------------------------------------------------------------------------------
 
-    def report(self, found: tf.Tensor, variables: Sequence[Any], *, is_scaling: bool) -> bool:
+    def report(self, found: tf.Tensor, model: Any, *, is_scaling: bool) -> bool:
         """Raises or stops as the policy says; returns whether the last step was applied.
 
         Args:
             found: The record after that step.
-            variables: The trainable variables.
+            model: Its trainable variables have the gradients.
             is_scaling: Whether the optimizer adapts a scale of the loss, which overflows now and then.
         """
         record = _Record(*map(int, found.numpy()))
         if record.last != _SKIPPED:
             return record.last == _APPLIED
+        variables = model.trainable_variables
         place, first_place = (
             "the loss" if k < 0 else place_of(name_of(variables[k])) for k in (record.variable, record.first_variable)
         )

@@ -158,8 +158,8 @@ class Update(tf.Module):
             micro_batch_size: The size of the largest micro-batch, if it is known.
         """
         losses, total, norm, is_applied, num, record = result
-        variables, is_scaling = self._model.trainable_variables, self._optimizer.is_scaling
-        if record is not None and self._skipped_steps.report(record, variables, is_scaling=is_scaling):
+        is_scaling = self._optimizer.is_scaling
+        if record is not None and self._skipped_steps.report(record, self._model, is_scaling=is_scaling):
             self._exclusive.changed()
         return Step(
             terms=lambda: tuple(map(float, losses)),
