@@ -25,7 +25,7 @@ def check_model(model: Any) -> None:
 
 
 def check_trainable(model: Any, *, is_called: bool) -> None:
-    """Refuses a model that nothing can be learned by."""
+    """Raises an error if no variable is trainable."""
     if model.trainable_variables:
         return
     num = len(model.variables)
@@ -39,7 +39,7 @@ def name_of(variable: Any) -> str:
 
 
 def checked_loss(terms: Terms, num_weights: int) -> Terms:
-    """The terms; refuses what no gradient can be taken of, while the graph is being made if that is known then."""
+    """The terms, as scalars; raises LossError if one is not a scalar of floats, in a graph when it runs if need be."""
     check_terms(len(terms), num_weights)
     for term in terms:
         if not isinstance(term, tf.Tensor | tf.Variable) or not term.dtype.is_floating:
@@ -59,7 +59,7 @@ def _scalar(term: tf.Tensor) -> tf.Tensor:
 
 
 def as_loss(loss: Any) -> tf.Tensor:
-    """The loss of one micro-batch that the user took the gradient of."""
+    """The loss that a user passed to `add`, as a scalar."""
     if not (is_number(loss) or (hasattr(loss, "dtype") and tf.as_dtype(loss.dtype).is_floating)):
         raise LossError(f"the loss is a {type(loss).__name__}: pass the micro-batch's mean loss, a scalar")
     if hasattr(loss, "shape") and loss.shape == (0,):  # Keras's mean over nothing
@@ -90,7 +90,7 @@ def explained() -> Iterator[None]:
 
 
 def check_gradients(gradients: Any, variables: Sequence[Any]) -> None:
-    """Refuses gradients that are not the variables', before any is added."""
+    """Raises an error unless each gradient fits its variable."""
     if not isinstance(gradients, Sequence):
         raise OptionError(
             f"add() got a {type(gradients).__name__}: pass tape.gradient(loss, model.trainable_variables)"
@@ -120,7 +120,7 @@ def check_gradients(gradients: Any, variables: Sequence[Any]) -> None:
 
 
 def checked_rows(gradients: Sequence[Any], variables: Sequence[Any]) -> list[tf.Tensor]:
-    """Refuses sparse gradients of rows that there are none of; in a graph, when these tensors are computed."""
+    """The rows of sparse gradients; raises GradientError if a variable lacks one, in a graph when they are computed."""
     rows = []
     for k, (g, v) in enumerate(zip(gradients, variables, strict=True)):
         if not isinstance(g, tf.IndexedSlices):
