@@ -1,6 +1,7 @@
 """One worker of MultiWorkerMirroredStrategy: python -m tests.tensorflow.worker INDEX PORT PORT OUT [all].
 
-Without "all" graphs are not optimized, as in the quick run. Every case trains on the batches that `test_multi_worker.py` gives to one process whole; OUT has the weights.
+Every case trains on the batches that `test_multi_worker.py` gives to one process whole; OUT has the weights. Without
+"all" graphs are not optimized, as in the quick run.
 """
 
 import json
