@@ -11,7 +11,7 @@ from ..core.exclusive import Exclusive
 from ..core.nonfinite import NonFinite, OnNonFinite
 from ..core.options import Fixed, Option, OptionOf, check_callable, check_size
 from ..core.step import Step
-from ..core.weight import Reduction, check_reduction, shares
+from ..core.weight import Reduction, check_reduction
 from ..core.window import AccumulationSteps, Window, check_lists
 from . import checks, gradients
 from .backward import Backward, Loss, Weight
@@ -344,7 +344,7 @@ class Accumulator(tf.Module):
         context = self._check_before_add(found)
         num_wanted = self._window.num_wanted(self.num_steps)
         weight = self._skipped_steps.checked(as_weight(weight))
-        (share,) = shares((weight,), (1.0,), self.reduction)  # the reference is 1: nobody knows the total yet
+        share = tf.ones([], WEIGHT) if self.reduction == "sum" else weight  # the reference is 1: see window.py
         losses = tf.math.multiply_no_nan(checks.as_loss(loss), share)[None]
         rows = checks.checked_rows(found, replicas.trainable(self.model))
         # if one replica is refused, none adds anything
@@ -370,9 +370,8 @@ class Accumulator(tf.Module):
 
     def _begin_micro_batch(self, _: Any, *checked: Any) -> tf.Tensor:
         """Across replicas, before any of them adds: waits for the checks of all, in a graph too."""
-        with tf.init_scope():
-            self._window.sums_for(1)
-            self._update.prepare()
+        self._window.sums_for(1)
+        self._update.prepare()
         if tf.executing_eagerly():
             self._window.check_whole()
             self._window.check_unchanged(self._num_changes())

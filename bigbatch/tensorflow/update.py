@@ -89,7 +89,7 @@ class Update(tf.Module):
             return
         self._optimizer.check_knows(self._model.trainable_variables)
         self.is_ready = True
-        with self._strategy.scope():
+        with tf.init_scope(), self._strategy.scope():
             self._optimizer.build(self._optimizer.variables_of(self._model))
         warn_of_batch_norms(self._model)
 
