@@ -26,7 +26,7 @@ class Layout:
     def __init__(self, batch: Any) -> None:
         self.batch = batch
         self.leaves = [_as_leaf(item) for item in tf.nest.flatten(batch)]
-        self.places = [k for k, leaf in enumerate(self.leaves) if _is_tensor(leaf)]
+        self.places = [k for k, leaf in enumerate(self.leaves) if is_tensor(leaf)]
         self.tensors = [self.leaves[k] for k in self.places]
         """The tensors; a part for each replica once the batch is spread."""
         self.others: list[Layout] = []
@@ -46,7 +46,7 @@ class Layout:
     @property
     def is_lasting(self) -> bool:
         """Whether equal kinds mean equal batches: an object of your own class may change between two calls."""
-        return all(_is_tensor(leaf) or isinstance(leaf, _PLAIN + _NAMED) for leaf in self.leaves)
+        return all(is_tensor(leaf) or isinstance(leaf, _PLAIN + _NAMED) for leaf in self.leaves)
 
     def pack(self, tensors: Sequence[_Leaf]) -> Any:
         """The batch with other tensors in place of its own."""
@@ -90,7 +90,7 @@ def _as_leaf(item: Any) -> Any:
         ) from error
 
 
-def _is_tensor(leaf: Any) -> bool:
+def is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor)
 
 

@@ -38,13 +38,13 @@ def layers_of(model: Any) -> list[Any]:
 def without_reduction(optimizer: Any) -> Iterator[None]:
     """Inside, an optimizer of Keras 3 does not add gradients up over replicas. There is no public switch (Keras 3.15).
 
-    The object's own method is covered, and only while a step is traced.
+    The object's own method is covered, and only while a step is traced. Replicas in threads may enter this together.
     """
     optimizer._all_reduce_sum_gradients = list
     try:
         yield
     finally:
-        del optimizer._all_reduce_sum_gradients
+        vars(optimizer).pop("_all_reduce_sum_gradients", None)
 
 
 def is_recording() -> bool:
