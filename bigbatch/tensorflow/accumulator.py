@@ -259,7 +259,7 @@ class Accumulator(tf.Module):
 
         def compiled(specs: Sequence[tf.TypeSpec]) -> Any:
             checks.check_trainable(self.model, is_called=True)
-            self._optimizer.check_knows(self.model.trainable_variables)
+            self._optimizer.check_knows(self.model)
             backward = Backward(
                 layout,
                 self.model,

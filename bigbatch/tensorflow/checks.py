@@ -13,7 +13,8 @@ from .gradients import wide_dtype
 from .weight import BAD_WEIGHT, WEIGHT, checked
 
 _BAD_LOSS = "the loss is no scalar: return the mean, for example tf.reduce_mean(loss)"
-_BAD_ROWS = "a sparse gradient has rows that its variable has not: pass tape.gradient(loss, model.trainable_variables)"
+_REMEDY = "pass tape.gradient(loss, model.trainable_variables)"
+_BAD_ROWS = f"a sparse gradient has rows that its variable has not: {_REMEDY}"
 
 
 def check_model(model: Any) -> None:
@@ -92,31 +93,23 @@ def explained() -> Iterator[None]:
 def check_gradients(gradients: Any, variables: Sequence[Any]) -> None:
     """Raises an error unless each gradient fits its variable."""
     if not isinstance(gradients, Sequence):
-        raise OptionError(
-            f"add() got a {type(gradients).__name__}: pass tape.gradient(loss, model.trainable_variables)"
-        )
+        raise OptionError(f"add() got a {type(gradients).__name__}: {_REMEDY}")
     if len(gradients) != len(variables):
-        raise OptionError(
-            f"add() got {len(gradients)} gradients for {len(variables)} variables: "
-            "pass tape.gradient(loss, model.trainable_variables)"
-        )
+        raise OptionError(f"add() got {len(gradients)} gradients for {len(variables)} variables: {_REMEDY}")
     for k, (g, v) in enumerate(zip(gradients, variables, strict=True)):
         if g is None:
             continue
         if not isinstance(g, tf.Tensor | tf.IndexedSlices) or wide_dtype(g.dtype) != wide_dtype(v.dtype):
-            kind = getattr(g.dtype, "name", g.dtype) if hasattr(g, "dtype") else ""
+            kind = f"of {getattr(g.dtype, 'name', g.dtype)} " if hasattr(g, "dtype") else ""
+            wanted = tf.as_dtype(v.dtype).name
             raise GradientError(
-                f"gradient {k} is a {type(g).__name__} {f'of {kind} ' if kind else ''}but its variable is of "
-                f"{tf.as_dtype(v.dtype).name}: pass tape.gradient(loss, model.trainable_variables)"
+                f"gradient {k} is a {type(g).__name__} {kind}but its variable is of {wanted}: {_REMEDY}"
             )
         shape = g.shape
         if isinstance(g, tf.IndexedSlices) and g.values.shape.rank:
             shape = tf.TensorShape([shape[0] if shape.rank else None, *g.values.shape[1:]])
         if not shape.is_compatible_with(v.shape):
-            raise GradientError(
-                f"gradient {k} has the shape {shape} but its variable {v.shape}: "
-                "pass tape.gradient(loss, model.trainable_variables)"
-            )
+            raise GradientError(f"gradient {k} has the shape {shape} but its variable {v.shape}: {_REMEDY}")
 
 
 def checked_rows(gradients: Sequence[Any], variables: Sequence[Any]) -> list[tf.Tensor]:
@@ -127,9 +120,9 @@ def checked_rows(gradients: Sequence[Any], variables: Sequence[Any]) -> list[tf.
             continue
         is_good = tf.reduce_all((g.indices >= 0) & (g.indices < v.shape[0]))
         if tf.executing_eagerly() and not is_good:
+            first, last = g.indices.numpy().min(), g.indices.numpy().max()
             raise GradientError(
-                f"gradient {k} has the rows {g.indices.numpy().min()} to {g.indices.numpy().max()} but its variable "
-                f"{v.shape[0]} rows: pass tape.gradient(loss, model.trainable_variables)"
+                f"gradient {k} has the rows {first} to {last} but its variable {v.shape[0]} rows: {_REMEDY}"
             )
         rows.append(checked(g.indices, is_good, _BAD_ROWS))
     return rows

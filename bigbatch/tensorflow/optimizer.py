@@ -50,24 +50,25 @@ class Optimizer:
         """Whether it adapts a scale of the loss, and itself skips a step that is not finite."""
         return hasattr(self.optimizer, "dynamic_scale") or getattr(self.optimizer, "dynamic", False)
 
-    def variables_of(self, model: Any) -> list[Any]:
-        """The trainable variables of a model, as this optimizer takes them: Keras 3 wants its own."""
+    def _variables_of(self, model: Any) -> list[Any]:
+        """The trainable variables of a model; Keras 3 takes its own."""
         return list(model.trainable_variables) if self.kind == "keras" else trainable(model)
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, model: Any) -> None:
+        """Makes the variables of the optimizer, if it has none."""
+        variables = self._variables_of(model)
         if self.kind == "keras" and not self.optimizer.built:
             self.optimizer.build(variables)
             self.optimizer.built = True
         elif self.kind == "tf_keras":
-            is_new = hasattr(self.optimizer, "build")
-            if not is_new:
+            if not hasattr(self.optimizer, "build"):  # a legacy one
                 self.optimizer._create_all_weights(variables)
             elif not getattr(self._inner, "_built", False):  # a second time, it would mix up the variables' moments
                 self.optimizer.build(variables)
 
-    def check_knows(self, variables: Sequence[Any]) -> None:
-        """Raises OptionError if the optimizer was not built for these variables."""
-        inner = self._inner
+    def check_knows(self, model: Any) -> None:
+        """Raises OptionError if the optimizer was built, but not for all trainable variables of the model."""
+        inner, variables = self._inner, model.trainable_variables
         if self.kind == "keras" and inner.built:
             known = {id(as_tf_variable(v)) for v in inner._trainable_variables}
             strange = [v for v in variables if id(as_tf_variable(v)) not in known]
@@ -87,22 +88,21 @@ class Optimizer:
     def _inner(self) -> Any:
         return getattr(self.optimizer, "inner_optimizer", self.optimizer)
 
-    def scale(self) -> Any:
-        """What the loss is multiplied by; None if it is not."""
-        if hasattr(self.optimizer, "dynamic_scale"):
-            return tf.convert_to_tensor(self.optimizer.dynamic_scale)
-        if hasattr(self.optimizer, "get_scaled_loss"):  # of tf_keras, which warns if nobody calls it
-            return self.optimizer.get_scaled_loss(tf.constant(1.0))
-        factor = getattr(self.optimizer, "loss_scale_factor", None)
-        return None if factor is None else tf.constant(factor, tf.float64)
-
     def scaled(self, value: tf.Tensor) -> tf.Tensor:
-        """A value times the scale of the loss."""
-        scale = self.scale()
-        return value if scale is None else value * tf.cast(scale, value.dtype)
+        """A value times what the optimizer multiplies the loss by."""
+        if hasattr(self.optimizer, "dynamic_scale"):
+            scale: Any = tf.convert_to_tensor(self.optimizer.dynamic_scale)
+        elif hasattr(self.optimizer, "get_scaled_loss"):  # of tf_keras, which warns if nobody calls it
+            scale = self.optimizer.get_scaled_loss(tf.constant(1.0))
+        elif (factor := getattr(self.optimizer, "loss_scale_factor", None)) is not None:
+            scale = tf.constant(factor, tf.float64)
+        else:
+            return value
+        return value * tf.cast(scale, value.dtype)
 
-    def apply(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> None:
+    def apply(self, gradients: Sequence[Gradient], model: Any) -> None:
         """Steps, in a replica context or where there is none."""
+        variables: Sequence[Any] = self._variables_of(model)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         if self.kind != "keras":  # Keras 3 clips and unscales in float32 and rounds by itself
             pairs = [(g if g.dtype == v.dtype else tf.cast(g, v.dtype), v) for g, v in pairs]

@@ -87,10 +87,10 @@ class Update(tf.Module):
         """Makes what no graph can make: the optimizer's variables."""
         if self.is_ready:
             return
-        self._optimizer.check_knows(self._model.trainable_variables)
+        self._optimizer.check_knows(self._model)
         self.is_ready = True
         with tf.init_scope(), self._strategy.scope():
-            self._optimizer.build(self._optimizer.variables_of(self._model))
+            self._optimizer.build(self._model)
         warn_of_batch_norms(self._model)
 
     def __call__(self, summed: Summed, *, is_loss_checked: bool = True) -> Result:
@@ -110,7 +110,7 @@ class Update(tf.Module):
 
         def apply() -> None:
             with self._optimizer.reduced_already():
-                self._strategy.run(self._apply, args=(clipped,))
+                self._strategy.run(lambda found: self._optimizer.apply(found, self._model), args=(clipped,))
             if is_scaling:
                 tf.cond(is_finite, skipped_steps.applied, record)
             else:
@@ -146,9 +146,6 @@ class Update(tf.Module):
             found = gradients.clipped_by_value(found, self.clip_value, loss_scale)
         has_weight = tf.reduce_any(total > 0) | (self._reduction == "sum")
         return found, norm, tf.math.is_finite(norm), has_weight
-
-    def _apply(self, found: list[Gradient]) -> None:
-        self._optimizer.apply(found, self._optimizer.variables_of(self._model))
 
     def step(self, result: Result, micro_batch_size: int | None = None) -> Step:
         """In eager code: what was done, for the user; raises or stops first if a step was skipped and they want that.

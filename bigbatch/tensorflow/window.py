@@ -84,7 +84,7 @@ class PartialWindow(tf.Module):
                         f"the trainable variables changed in the middle of a window ({len(self._sums.gradients)} then, "
                         f"{len(variables)} now): call flush() before that"
                     )
-                self._optimizer.check_knows(self._model.trainable_variables)
+                self._optimizer.check_knows(self._model)
                 self._sums = Sums(variables, self._strategy, num_terms)
         return self._sums
 
