@@ -124,15 +124,15 @@ ranks: the loss is that of one rank | torch/distributed/ranks.py | test-ranks
 ranks: the norm is that of one shard | torch/distributed/shards.py | test-ranks
 - return float(total.full_tensor())
 + return float(torch.nn.utils.get_total_norm([local(part) for part in parts]))
-tensorflow: a micro-batch counts 1 instead of its weight | tensorflow/window.py | test-tensorflow
-- tf.math.divide_no_nan(weights, totals)
-+ tf.math.divide_no_nan(tf.ones_like(weights), totals)
+tensorflow: a micro-batch counts 1 instead of its weight | tensorflow/backward.py | test-tensorflow
+- share(weights, totals, where)
++ share(tf.ones_like(weights), totals, where)
 tensorflow: the tail of a batch is dropped | tensorflow/loop.py | test-tensorflow
 - num = -(-num_samples(tensors) // micro_batch_size)
 + num = num_samples(tensors) // micro_batch_size
-tensorflow: a fed window is divided by the number of micro-batches | tensorflow/partial_window.py | test-tensorflow
-- inverse = tf.math.divide_no_nan(tf.ones([], WEIGHT), weight)
-+ inverse = tf.ones([], WEIGHT) / tf.cast(self.sums.count, WEIGHT)
+tensorflow: a fed window is divided by the number of micro-batches | tensorflow/window.py | test-tensorflow
+- rest = share(1.0, weight, where)
++ rest = share(1.0, tf.cast(self.sums.count, weight.dtype), where)
 tensorflow: gradients are not zeroed between windows | tensorflow/sums.py | test-tensorflow
 - for v in (*self.gradients, self.weight, self.losses):
 + for v in (self.weight, self.losses):
@@ -140,20 +140,20 @@ tensorflow: gradients add up in float16 | tensorflow/gradients.py | test-tensorf
 - return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 + return dtype
 tensorflow: the norm is that of the scaled loss | tensorflow/update.py | test-tensorflow
-- norm = gradients.norm(found) / unit
+- norm = gradients.norm(found) / loss_scale
 + norm = gradients.norm(found)
 tensorflow: a gradient that is not finite is applied | tensorflow/update.py | test-tensorflow
 - has_weight & (is_finite | is_scaling),
 + has_weight,
-tensorflow: replicas all count the same | tensorflow/window.py | test-tensorflow
-- gradients.scaled(sums, totals[0]), [losses
-+ gradients.scaled(sums, tf.ones_like(totals[0])), [losses
-tensorflow: the totals of terms are not reduced over replicas | tensorflow/window.py | test-tensorflow
-- totals = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, totals)
-+ totals = tf.identity(totals)
-tensorflow: the optimizer adds the reduced gradient up again | tensorflow/optimizer.py | test-tensorflow
-- inner._all_reduce_sum_gradients = list
-+ inner._all_reduce_sum_gradients = inner._all_reduce_sum_gradients
+tensorflow: replicas all count the same | tensorflow/loop.py | test-tensorflow
+- gradients.scaled(sums, total[0]), [losses
++ gradients.scaled(sums, tf.ones_like(total[0])), [losses
+tensorflow: the totals of terms are not reduced over replicas | tensorflow/loop.py | test-tensorflow
+- total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, total)
++ total = tf.identity(total)
+tensorflow: the optimizer adds the reduced gradient up again | tensorflow/internals.py | test-tensorflow
+- optimizer._all_reduce_sum_gradients = list
++ optimizer._all_reduce_sum_gradients = optimizer._all_reduce_sum_gradients
 jax: the tail counts as much as a full micro-batch | jax/window.py | test-jax
 - count = share(weights[0], self._unit)
 + count = share(weights[0], self._unit) if self.spec.weight else 1

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from bigbatch.tensorflow import Accumulator
-from bigbatch.tensorflow.distributed.replicas import any_size
+from bigbatch.tensorflow.batch import any_size
 
 from .training import mirrored
 

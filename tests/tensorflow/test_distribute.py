@@ -12,7 +12,7 @@ import tf_keras
 from bigbatch import OrderError, Step, Window
 from bigbatch.core.window import cuts
 from bigbatch.tensorflow import Accumulator
-from bigbatch.tensorflow.distributed.replicas import any_size
+from bigbatch.tensorflow.batch import any_size
 from tests.problems import samples, tokens
 
 from .training import Language, flat, make_loss, make_weight, mirrored

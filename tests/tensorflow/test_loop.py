@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from bigbatch.tensorflow import Accumulator
-from bigbatch.tensorflow.loop import is_good_for_xla
+from bigbatch.tensorflow.loop import _is_good_for_xla as is_good_for_xla
 
 
 def dense() -> Any:

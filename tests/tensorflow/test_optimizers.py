@@ -1,6 +1,6 @@
 """All kinds of optimizers: Keras 3, tf_keras new and legacy, and TensorFlow 1 in eager code."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -104,19 +104,25 @@ def assert_equals_the_full_batch(library: Any, make_optimizer: Callable[[], Any]
         assert accumulator.optimizer.iterations.numpy() == len(ways)
 
 
+def some(names: Iterable[str], *quick: str) -> list[Any]:
+    """Optimizers of one library are stepped in the same way, so the quick run has a few of them."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.mark.compiled
-@pytest.mark.parametrize("name", KERAS_3)
+@pytest.mark.parametrize("name", some(KERAS_3, "Adam", "Nadam"))
 def test_keras_3(name: str) -> None:
     assert_equals_the_full_batch(keras, KERAS_3[name], in_graph=name == "Adam")
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("name", TF_KERAS)
+@pytest.mark.parametrize("name", some(TF_KERAS, "SGD", "AdamW", "legacy SGD"))
 def test_tf_keras(name: str) -> None:
     assert_equals_the_full_batch(tf_keras, TF_KERAS[name], in_graph="Adam" in name)
 
 
 @pytest.mark.compiled
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", TENSORFLOW_1)
 @pytest.mark.parametrize("library", [keras, tf_keras], ids=["keras", "tf_keras"])
 def test_tensorflow_1_in_eager_code(name: str, library: Any) -> None:

@@ -101,6 +101,7 @@ def assert_same_update(ours: Any, full: Any, policy: str, tolerance: float) -> N
 EPS = {"mixed_float16": 2.0**-10, "mixed_bfloat16": 2.0**-7}
 
 
+@pytest.mark.compiled
 @pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", EPS)
