@@ -1,5 +1,7 @@
 """Only one call at a time may train a parameter; changes made by others are detected."""
 
+import functools
+import itertools
 import operator
 import os
 import threading
@@ -10,7 +12,8 @@ from typing import Any
 
 from .errors import OrderError
 
-_guard = threading.RLock()  # reentrant: a signal handler may run at any time
+_assigning = threading.RLock()  # reentrant: a signal handler may run at any time
+_numbers = itertools.count()
 _live: "weakref.WeakSet[Exclusive]" = weakref.WeakSet()
 
 
@@ -18,8 +21,9 @@ class _Lock:
     """The lock of parameters that are trained together."""
 
     def __init__(self) -> None:
-        self.holders: dict[int, Callable[[], _Hold | None]] = {}
-        """Weak references to the call that holds it, by replica: a call that Ctrl-C ended holds nothing."""
+        self.number = next(_numbers)
+        self.holders: dict[int, weakref.ref[_Hold]] = {}
+        """The call that holds it, by replica. A dict, because `setdefault` tests and takes in one atomic step."""
         self.num_changes = 0
         """How often the parameters were stepped: fused and captured optimizers leave no trace on them (torch 2.13)."""
         self.is_orphaned = False
@@ -27,33 +31,32 @@ class _Lock:
 
 
 class _Hold:
-    """A call that holds locks inside its block: all of them, or it is refused."""
+    """A call that holds locks inside its block, or is refused.
+
+    The locks have a weak reference to it, which frees them when it dies: Ctrl-C may come just before `__exit__`.
+    """
 
     def __init__(self, locks: list[_Lock], call: str, replicas: Sequence[int]) -> None:
         self._locks = locks
         self._call = call
         self._replicas = replicas
         self._thread = threading.get_ident()
+        self._reference: Any = weakref.ref(self, functools.partial(_free, locks, replicas))
 
     def is_of_this_thread(self) -> bool:
         return self._thread == threading.get_ident()
 
     def __enter__(self) -> None:
-        reference = weakref.ref(self)
-        with _guard:
-            for lock in self._locks:
-                for replica in self._replicas:
-                    holder = lock.holders.get(replica, _nobody)()
-                    if lock.is_orphaned or holder is not None:
-                        raise OrderError(_refusal(self._call, lock.is_orphaned, holder))
-            for lock in self._locks:
-                for replica in self._replicas:
-                    lock.holders[replica] = reference
-
-    def __exit__(self, *_: Any) -> None:
         for lock in self._locks:
             for replica in self._replicas:
-                lock.holders.pop(replica, None)
+                holder = lock.holders.setdefault(replica, self._reference)
+                if lock.is_orphaned or holder is not self._reference:
+                    self.__exit__()  # it may hold others already
+                    raise OrderError(_refusal(self._call, lock.is_orphaned, holder()))
+
+    def __exit__(self, *_: Any) -> None:
+        _free(self._locks, self._replicas, self._reference)
+        self._reference = None
 
 
 class Exclusive:
@@ -83,12 +86,13 @@ class Exclusive:
 
     def _assign(self, parameters: Sequence[Any]) -> None:
         """Gives every parameter the lock it has, here or in another accumulator; those without one share a new one."""
-        with _guard:
+        with _assigning:
             known = ChainMap(self._lock_of, *(other._lock_of for other in _live))
             new = _Lock()
             self._held = parameters
             self._lock_of = {key: known.get(key, new) for key in map(self._key, parameters)}
-            self._locks = list(dict.fromkeys(self._lock_of.values()))
+            # in one order for all: of two calls that want the same locks, one gets them all
+            self._locks = sorted(set(self._lock_of.values()), key=lambda lock: lock.number)
             _live.add(self)
 
     def hold(self, call: str, replicas: Sequence[int] = (0,)) -> _Hold:
@@ -118,8 +122,11 @@ class Exclusive:
             lock.is_orphaned = False
 
 
-def _nobody() -> None:
-    """The holder of a lock that is free."""
+def _free(locks: list[_Lock], replicas: Sequence[int], reference: "weakref.ref[_Hold]") -> None:
+    for lock in locks:
+        for replica in replicas:
+            if lock.holders.get(replica) is reference:
+                del lock.holders[replica]
 
 
 def _refusal(call: str, is_orphaned: bool, holder: _Hold | None) -> str:
@@ -141,8 +148,8 @@ def _refusal(call: str, is_orphaned: bool, holder: _Hold | None) -> str:
 
 def _free_in_child() -> None:
     """Only the forking thread exists in the child: calls of other threads never end there."""
-    global _guard
-    _guard = threading.RLock()
+    global _assigning
+    _assigning = threading.RLock()
     for lock in {lock for exclusive in _live for lock in exclusive._lock_of.values()}:
         for replica, holder_of in list(lock.holders.items()):
             holder = holder_of()
