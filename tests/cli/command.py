@@ -1,4 +1,4 @@
-"""The command line, run in a process, on tasks that are written for a test."""
+"""Runs the command line in a process, on tasks written for a test."""
 
 import json
 import os
@@ -54,7 +54,7 @@ defaults = {{"batch_size": 16, "micro_batch_size": 3, "epochs": 3, "lr": 0.05}}
 
 
 def run(*arguments: Any, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs `bigbatch …` to its end, in a process that is forked with its framework imported."""
+    """Runs `bigbatch …` to its end, in a process forked from one that has imported the framework."""
     command = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "stdout", Path(folder) / "stderr"
@@ -75,13 +75,13 @@ def run_fresh(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[st
     """Runs the installed command `bigbatch …` as a user's shell does."""
     command = [str(BIGBATCH), *map(str, arguments)]
     variables = environment()
-    if "preexec_fn" in options:  # it limits the size of files, and coverage's own would not fit
+    if "preexec_fn" in options:  # it limits the size of files, and coverage's own file would exceed that
         variables.pop("COVERAGE_PROCESS_START", None)
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables, **options)
 
 
 def framework_of_command(command: list[str]) -> str:
-    """Whose zygote runs it; torch's for commands that are refused before they need a framework."""
+    """The framework whose zygote runs the command; torch for commands that are refused before they need one."""
     if "--framework" in command:
         found = command[command.index("--framework") + 1]
     else:
@@ -93,7 +93,7 @@ def framework_of_command(command: list[str]) -> str:
 
 def environment() -> dict[str, str]:
     known = {"TF_CPP_MIN_LOG_LEVEL": "3", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
-    # most of the time on JAX goes into compiling the same operations in every process
+    # on JAX most of the time is spent compiling the same operations in every process
     cache = {"JAX_COMPILATION_CACHE_DIR": str(CACHE), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return {**os.environ, **known, **cache}
 
@@ -105,7 +105,7 @@ def write_task(folder: Path, code: str = "", name: str = "tiny", dropout: float 
 
 
 def train(task: Path | str, out: Path, *arguments: Any) -> dict[str, Any]:
-    """A run that must go well; returns its summary."""
+    """Runs a training that must succeed; returns its summary."""
     done = run("train", task, "--out", out, *arguments)
     assert done.returncode == 0, done.stderr
     return summary_of(out)
@@ -120,7 +120,7 @@ def train_both(task: Path | str, out: Path, *arguments: Any) -> tuple[dict[str, 
 
 
 def verify(task: Path | str, *arguments: Any) -> dict[str, Any]:
-    """What `bigbatch verify` finds."""
+    """Runs `bigbatch verify` and returns its result."""
     done = run("verify", task, "--json", *arguments)
     assert done.returncode in (0, 1), done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""A task of JAX that is written for a test."""
+"""A JAX task written for a test."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def evaluate(params):
 defaults = {"batch_size": 16, "micro_batch_size": 3, "epochs": 3, "lr": 0.05}
 """
 EVEN = TINY.replace("53", "48")
-"""All batches have one size: half as much to compile."""
+"""All batches have one size, which halves the time to compile."""
 DROPOUT = """
 def loss(params, batch, key):
     x, y = batch

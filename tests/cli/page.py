@@ -1,4 +1,4 @@
-"""A report as the tests read it."""
+"""Reads a report for the tests."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from bigbatch.cli.report.page import write_report
 
 
 class Page(HTMLParser):
-    """What the tests ask of a page: its tags, its text, its numbers."""
+    """The tags, the text and the numbers of a page."""
 
     def __init__(self, text):
         super().__init__()
@@ -46,7 +46,7 @@ def report(*folders):
 
 
 def assert_readable(page):
-    """No Python or JSON word for 'nothing' is left where a person reads."""
+    """Asserts that no None, NaN or null is left in the text."""
     found = re.findall(r"\b(None|nan|inf|null|Undefined)\b", page.text)
     assert not found, f"the page says {found}"
 

@@ -1,4 +1,4 @@
-"""Run folders as `bigbatch train` leaves them, made up but realistic."""
+"""Invented but realistic run folders of `bigbatch train`."""
 
 import json
 import math
@@ -16,7 +16,7 @@ VERIFICATION = {
 
 
 def records(num_steps=48, *, batch_size=256, micro_batch_size=32, speed=1300.0, noise=0.0, seed=0):
-    """A history whose loss shrinks; `noise` is how far it strays from another with the same seed."""
+    """A history whose loss shrinks; `noise` is its deviation from another one with the same seed."""
     random = np.random.default_rng(seed)
     wiggle, stray = random.normal(size=(3, num_steps)), np.random.default_rng(seed + 1).normal(size=num_steps)
     stray[::9] = 0.0
@@ -65,7 +65,7 @@ def write_run(
     folder: Path, *, num_steps=48, batch_size=256, micro_batch_size=32, peak_bytes=31_457_280, speed=1300.0,
     noise=3e-8, has_full_batch=True, verification=VERIFICATION, change=None, change_record=None, **config,
 ):  # fmt: skip
-    """A run folder, by default with its full batch. `change(summary)` and `change_record(record)` alter in place."""
+    """Writes a run folder, by default with its full batch. `change(summary)` and `change_record(record)` edit it."""
     sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size}
     history = records(num_steps, **sizes, speed=speed, noise=noise)
     ours = summary(history, **sizes, peak_bytes=peak_bytes)
@@ -93,6 +93,6 @@ def write_run(
 
 
 def fail(summary, reason="it ended with exit code 1: RuntimeError: out of memory"):
-    """What the summary says where the full batch did not fit."""
+    """Changes the summary to that of a run whose full batch did not fit into memory."""
     empty = dict.fromkeys(("loss", "seconds", "samples_per_second", "peak_bytes"))
     summary["full_batch"] = {"status": "failed", "reason": reason, "scores": {}, **empty}

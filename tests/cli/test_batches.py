@@ -1,4 +1,4 @@
-"""The batches of a run: the same again after any number of them, whatever the model draws in between."""
+"""A resumed run has the same batches, wherever it stopped and whatever the model draws."""
 
 import itertools
 import random
@@ -34,7 +34,7 @@ def by_python(batch_size):
 
 
 def by_a_buffer(batch_size):
-    """What a batch is depends on every draw before."""
+    """Yields batches that depend on every earlier draw."""
     buffer, batch = [], []
     for number in NUMBERS:
         buffer.append(number)
@@ -67,7 +67,7 @@ class Idle(Engine):
 
 
 class Run:
-    """The batches of a run, by the loop that a run uses."""
+    """The batches of a run, from the loop that a run uses."""
 
     def __init__(self, batches, folder):
         config = Config("task", batch_size=5, seed=3, checkpoint_every=None)
@@ -78,7 +78,7 @@ class Run:
         self.checkpoints = RunCheckpoints(files, Idle(), config, self.done, is_read_only=False)
 
     def next(self, num, num_draws=1, *, is_saved=False, is_interrupted=False):
-        """The next batches, with what a model draws after each; the last may be interrupted instead of trained."""
+        """The next batches, with the model's draws after each; the last may be interrupted instead of trained."""
         found = []
         for batch, _ in self.checkpoints.batches(self.data, 9):
             found.append(batch)
@@ -96,7 +96,7 @@ class Run:
 
 @pytest.fixture
 def new(tmp_path):
-    """Makes a run, each in a folder of its own."""
+    """Makes runs, each in its own folder."""
     numbers = itertools.count()
 
     def make(batches, name=None):
@@ -109,8 +109,8 @@ def new(tmp_path):
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.__name__)
 @pytest.mark.parametrize("num", [1, 3, 4, 5, 7])
-def test_going_on_gives_the_batches_that_would_have_come(task, num, new):
-    """Five batches are an epoch, so 4, 5 and 7 are at its end, after it, and in the next."""
+def test_resuming_gives_the_remaining_batches(task, num, new):
+    """An epoch has five batches, so 4, 5 and 7 are before its end, at its end, and in the next epoch."""
     whole = new(task).next(13)
     assert whole[:5] != whole[5:10]
     assert new(task, "parts").next(num, is_saved=True) == whole[:num]
@@ -119,20 +119,20 @@ def test_going_on_gives_the_batches_that_would_have_come(task, num, new):
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.__name__)
-def test_they_are_the_same_whatever_the_model_draws(task, new):
+def test_batches_do_not_depend_on_what_the_model_draws(task, new):
     assert new(task).next(8, num_draws=0) == new(task).next(8, num_draws=3)
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.__name__)
-def test_without_the_random_numbers_of_the_beginning_they_are_others(task, new, monkeypatch):
-    """The negative control."""
+def test_negative_control_without_the_random_state_of_the_epoch(task, new, monkeypatch):
+    """Without it, the batches differ."""
     whole = new(task).next(13)
     new(task, "parts").next(7, is_saved=True)
     monkeypatch.setattr(RunCheckpoints, "_set_random", lambda *_: None)
     assert new(task, "parts").next(6) != whole[7:]
 
 
-def test_the_model_does_not_notice_what_batches_draw(new):
+def test_model_does_not_depend_on_what_batches_draw(new):
     def drawn(num):
         randomness.seed(1)
         new(by_torch).next(num, num_draws=0)
@@ -142,8 +142,8 @@ def test_the_model_does_not_notice_what_batches_draw(new):
 
 
 @pytest.mark.parametrize("num", [0, 5, 7])
-def test_a_batch_that_is_under_way_comes_again(num, new):
-    """As when a step is interrupted in its middle: of the first batch of an epoch, and of another."""
+def test_interrupted_batch_is_repeated(num, new):
+    """The step of the first batch of an epoch, or of another batch, is interrupted in its middle."""
     whole = new(by_numpy).next(13)
     assert new(by_numpy, "parts").next(num + 1, is_saved=True, is_interrupted=True)[-1] == whole[num]
     assert new(by_numpy, "parts").next(13 - num) == whole[num:]

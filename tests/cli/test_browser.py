@@ -40,7 +40,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """Reports of all kinds, and the folders behind them."""
+    """All kinds of reports, and their run folders."""
     base = tmp_path_factory.mktemp("runs")
     sizes = [write_run(base / f"size-{size}", micro_batch_size=size, peak_bytes=800_000 * size) for size in (8, 16, 32)]
     long_name = "a-name-that-is-far-too-long-for-the-screen-of-a-phone-" * 3
@@ -81,7 +81,7 @@ return [...document.querySelectorAll('figure > svg')].map(svg => {
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_every_plot_is_seen_and_nothing_scrolls_sideways(browser, pages, kind, width):
+def test_every_plot_is_visible_and_nothing_scrolls_sideways(browser, pages, kind, width):
     show(browser, pages, kind, width=width)
     boxes = browser.execute_script(BOXES)
     assert len(boxes) >= 5
@@ -99,13 +99,13 @@ def test_every_plot_is_seen_and_nothing_scrolls_sideways(browser, pages, kind, w
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_console_is_silent(browser, pages, kind):
+def test_console_is_empty(browser, pages, kind):
     browser.get_log("browser")
     show(browser, pages, kind)
     assert browser.get_log("browser") == []
 
 
-def test_the_console_would_have_told(browser, pages):
+def test_negative_control_console_shows_errors(browser, pages):
     browser.get_log("browser")
     text = (pages[0] / "one.html").read_text(encoding="utf-8")
     broken = text.replace("</main>", '<img src="https://example.invalid/x.png"><script>x()</script></main>')
@@ -167,7 +167,7 @@ def test_dark_mode_changes_page_and_plots(browser, pages):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_colours_of_lines_can_be_seen(browser, pages, scheme):
+def test_all_line_colours_are_visible(browser, pages, scheme):
     show(browser, pages, "one", scheme=scheme)
     script = """
     const probe = document.body.appendChild(document.createElement('i'));

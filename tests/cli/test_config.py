@@ -1,4 +1,4 @@
-"""The options of a run: declared once, and passed on by the name that the framework has for them."""
+"""The options of a run are declared once, and passed on by the name that each framework has for them."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A checkpoint that does not fit the task is refused with one sentence, and nothing of the task is changed."""
+"""A checkpoint that does not fit the task is refused with one sentence, and the task does not change."""
 
 import copy
 import json
@@ -38,7 +38,7 @@ def saved(found):
     return from_bytes(to_bytes(found.state(), to_array), from_array)
 
 
-def test_what_is_saved_is_taken_up_bit_for_bit():
+def test_saved_state_resumes_bit_for_bit():
     one, other, batch = engine(), engine(seed=1), torch.randn(6, 6)
     one.step(batch)
     other.load(saved(one))
@@ -66,7 +66,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_what_does_not_fit_changes_nothing(kind):
+def test_checkpoint_that_does_not_fit_changes_nothing(kind):
     options, text = OTHERS[kind]
     one, other = engine(), engine(**options)
     one.step(torch.randn(6, 6))
@@ -77,7 +77,7 @@ def test_what_does_not_fit_changes_nothing(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64])
-def test_tensors_of_all_kinds_come_back(dtype):
+def test_all_kinds_of_tensors_are_restored(dtype):
     tensor = (torch.randn(3, 5) * 9).to(dtype)
     for given in (tensor, tensor.T, tensor[0, 0]):
         array = to_array(given)
@@ -88,7 +88,7 @@ def test_tensors_of_all_kinds_come_back(dtype):
 
 
 class Odd(nn.Module):
-    """With what is no dense tensor of a usual type: a sparse gradient and buffer, a plain value, rare types."""
+    """A model with unusual state: a sparse gradient and buffer, a plain value, rare dtypes."""
 
     def __init__(self):
         super().__init__()
@@ -120,8 +120,8 @@ def odd_engine(stop_after=None):
     return found
 
 
-def test_a_window_of_an_odd_model_that_is_interrupted(tmp_path):
-    """What a signal saves: a state that cannot be written would lose all since the last checkpoint."""
+def test_interrupted_window_of_an_unusual_model(tmp_path):
+    """A signal saves this state; if it could not be written, everything since the last checkpoint would be lost."""
     batch = torch.randint(9, (6, 5), generator=torch.Generator().manual_seed(0))
     whole, stopped, taken_up = odd_engine(), odd_engine(stop_after=1), odd_engine()
     whole.step(batch)
@@ -200,8 +200,8 @@ def batches(batch_size):
 """
 
 
-def test_steps_that_were_skipped_before_a_resume_count_in_tensorflow(tmp_path):
-    """32 in a row are too many, in one run or in two."""
+def test_steps_skipped_before_a_resume_count_in_tensorflow(tmp_path):
+    """32 in a row are too many, in one run or in two together."""
     task = tmp_path / "task.py"
     task.write_text(KERAS.format(framework="tensorflow", size=4, loss=LOSSES["tensorflow"]) + SKIPPED)
     out = tmp_path / "run"
@@ -213,7 +213,7 @@ def test_steps_that_were_skipped_before_a_resume_count_in_tensorflow(tmp_path):
     assert len((out / "history.jsonl").read_text().splitlines()) == 31
 
 
-def test_a_checkpoint_of_something_else(tmp_path):
+def test_checkpoint_with_other_contents(tmp_path):
     task = write_task(tmp_path)
     train(task, tmp_path / "run", "--no-compare", "--steps", 1)
     history = (tmp_path / "run" / "history.jsonl").read_bytes()
@@ -228,7 +228,7 @@ def test_a_checkpoint_of_something_else(tmp_path):
 
 
 def test_other_batches_are_refused_and_other_rates_are_not(tmp_path):
-    """The place in the data is counted in batches of the size and the order that they had."""
+    """The position in the data counts batches of the old size and order."""
     task, out = write_task(tmp_path), tmp_path / "run"
     train(task, out, "--no-compare", "--steps", 1)
     for option, text in {"--batch-size": "--batch-size 16, and with 9", "--seed": "--seed 0, and with 9"}.items():
@@ -253,8 +253,8 @@ def evaluate(model):
 """
 
 
-def test_a_run_that_is_still_evaluated_is_not_gone_on_with(tmp_path):
-    """Both would write its summary."""
+def test_run_that_is_still_evaluating_is_not_resumed(tmp_path):
+    """Both processes would write its summary."""
     task, out = write_task(tmp_path, EVALUATE), tmp_path / "run"
     command = [str(BIGBATCH), "train", str(task), "--out", str(out), "--no-compare", "--steps", "1", "--quiet"]
     first = subprocess.Popen(command, env=environment())

@@ -1,4 +1,4 @@
-"""Tasks of JAX: what is theirs alone."""
+"""JAX tasks, where they differ from those of other frameworks."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def assert_same_weights(ours: Path, theirs: Path) -> None:
     assert all(np.array_equal(one[name], other[name]) for name in other)
 
 
-def test_a_file_is_trained_as_with_the_full_batch(tmp_path: Path) -> None:
+def test_task_file_matches_the_full_batch(tmp_path: Path) -> None:
     task = write(tmp_path)
     summary, full, comparison = train_both(task, tmp_path / "run")
     assert summary["framework"] == "jax"
@@ -38,8 +38,8 @@ def test_a_file_is_trained_as_with_the_full_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_wrong_weight_shows(tmp_path: Path) -> None:
-    """The negative control: every micro-batch counts the same, whatever its size."""
+def test_negative_control_wrong_weight(tmp_path: Path) -> None:
+    """Every micro-batch counts the same, whatever its size."""
     task = write(tmp_path, "\ndef weight(micro_batch):\n    return 1\n")
     _, _, comparison = train_both(task, tmp_path / "run")
     assert comparison.max_weight_difference > 1e-3
@@ -47,7 +47,7 @@ def test_a_wrong_weight_shows(tmp_path: Path) -> None:
     assert [step["weight"] for step in history_of(tmp_path / "run")][:4] == [6, 6, 6, 2]
 
 
-def test_several_terms_have_weights_of_their_own(tmp_path: Path) -> None:
+def test_each_term_has_its_own_weight(tmp_path: Path) -> None:
     code = """
 entropy = loss
 def loss(params, batch):
@@ -65,7 +65,7 @@ def weight(batch):
 
 
 def test_resuming_repeats_every_random_number(tmp_path: Path) -> None:
-    """Keys of the loss and of the optimizer; stopped in the middle of the second epoch of three steps each."""
+    """Keys of the loss and of the optimizer; the run stops in the middle of the second epoch of three steps."""
     task, options = write(tmp_path, DROPOUT, start=EVEN), ["--no-compare", "--precision", "bf16"]
     train(task, tmp_path / "whole", *options, "--steps", 7)
     train(task, tmp_path / "parts", *options, "--steps", 5)
@@ -87,8 +87,8 @@ def optimizer(params, lr):
 """
 
 
-def test_a_weakly_typed_number_is_one_after_a_resume(tmp_path: Path) -> None:
-    """As float32 it would make the updates of bfloat16 parameters float32 too."""
+def test_weakly_typed_number_stays_weak_after_a_resume(tmp_path: Path) -> None:
+    """Otherwise the updates of bfloat16 parameters would become float32."""
     task = write(tmp_path, WEAK, start=EVEN)
     train(task, tmp_path / "whole", "--no-compare", "--steps", 4)
     train(task, tmp_path / "parts", "--no-compare", "--steps", 2)
@@ -107,7 +107,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32(tmp_path: Path) -> None:
     assert half == pytest.approx(full, rel=0.05)
     weights = weights_of(tmp_path / "bf16")["dense1.kernel"]
     assert weights.dtype == np.float32
-    assert (weights.view(np.uint32) & 0xFFFF).any()  # bits that bf16 does not have
+    assert (weights.view(np.uint32) & 0xFFFF).any()  # bits that bf16 cannot represent
 
 
 SKIPPED = """
@@ -128,8 +128,8 @@ def weight(batch):
 """
 
 
-def test_what_cannot_be_applied_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    """A batch that is not finite in one sample, and one that counts nothing."""
+def test_skipped_step_changes_nothing(tmp_path: Path) -> None:
+    """One batch has a non-finite sample, another one has weight zero."""
     bad = "x[11, 2] = np.nan; yield x, y; yield x, y * 0 - 1"
     train(write(tmp_path, SKIPPED.format(between=bad)), tmp_path / "run", "--no-compare", "--epochs", 1)
     train(write(tmp_path, SKIPPED.format(between="")), tmp_path / "without", "--no-compare", "--epochs", 1)
@@ -166,7 +166,7 @@ def test_the_rate_changes_without_a_new_compilation(tmp_path: Path) -> None:
 
 
 def test_rate_and_clipping_reach_the_optimizer(tmp_path: Path) -> None:
-    """A step of SGD is the rate times the gradient, whose norm is in the history, or what it is clipped to."""
+    """A step of SGD is the rate times the gradient, whose norm is that in the history or the clip norm."""
     task = write(tmp_path, "\ndef optimizer(params, lr):\n    return optax.sgd(lr)\n")
     flags: dict[str, list[Any]] = {"still": [1e-30], "free": [0.5], "clipped": [0.5, "--clip-norm", 1e-2]}
     for name, (lr, *others) in flags.items():

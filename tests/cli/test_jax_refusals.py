@@ -1,4 +1,4 @@
-"""What a task of JAX is told when something is wrong with it."""
+"""Error messages for wrong JAX tasks."""
 
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,10 @@ def test_refusals(name: str, tmp_path: Path) -> None:
     done = run("train", write(tmp_path, code), "--out", tmp_path / "run", "--no-compare", *flags)
     assert_refused(done, text)
     assert not (tmp_path / "run" / "history.jsonl").exists()
-    assert not (tmp_path / "run" / "checkpoints").exists()  # the same --out can be passed again
+    assert not (tmp_path / "run" / "checkpoints").exists()  # the same --out can be used again
 
 
-def test_what_a_task_raises_is_shown_as_its_own(tmp_path: Path) -> None:
+def test_error_of_the_task_is_shown_with_its_traceback(tmp_path: Path) -> None:
     task = write(tmp_path, "\ndef loss(params, batch):\n    return unknown_name\n")
     done = run("train", task, "--out", tmp_path / "run", "--no-compare")
     assert done.returncode == 3, done.stderr
@@ -98,5 +98,5 @@ def test_resuming_with_another_task_is_refused(tmp_path: Path) -> None:
         ("import tensorflow as tf\nfrom jax import tree", "tensorflow"),
     ],
 )
-def test_the_framework_is_read_off_the_imports(code: str, framework: str, tmp_path: Path) -> None:
+def test_framework_is_recognised_by_the_imports(code: str, framework: str, tmp_path: Path) -> None:
     assert _framework_of(write(tmp_path, code, start="")) == framework

@@ -1,4 +1,4 @@
-"""--on-nonfinite: what a gradient that is not finite does to a run."""
+"""--on-nonfinite: the effect of a non-finite gradient on a run."""
 
 import inspect
 from pathlib import Path
@@ -21,7 +21,7 @@ is_built = pytest.mark.skipif(
 
 
 def test_skip(tmp_path: Path) -> None:
-    """The schedule counts the steps that were applied."""
+    """The schedule counts applied steps."""
     train(write_task(tmp_path, BAD), tmp_path / "run", "--no-compare", "--steps", 8, "--schedule", "linear")
     history = history_of(tmp_path / "run")
     assert [step["is_applied"] for step in history] == [True, True, False, *[True] * 5]
@@ -29,7 +29,7 @@ def test_skip(tmp_path: Path) -> None:
 
 
 @is_built
-def test_stop_saves_and_has_a_code_of_its_own(tmp_path: Path) -> None:
+def test_stop_saves_and_has_its_own_exit_code(tmp_path: Path) -> None:
     task, out = write_task(tmp_path, BAD), tmp_path / "run"
     done = run("train", task, "--out", out, "--epochs", 2, "--on-nonfinite", "stop")
     assert done.returncode == 5, done.stderr
@@ -45,7 +45,7 @@ def test_stop_saves_and_has_a_code_of_its_own(tmp_path: Path) -> None:
 
 
 @is_built
-def test_raise_is_a_sentence(tmp_path: Path) -> None:
+def test_raise_prints_one_sentence(tmp_path: Path) -> None:
     out = tmp_path / "run"
     done = run("train", write_task(tmp_path, BAD), "--out", out, "--on-nonfinite", "raise", "--checkpoint-every", 1)
     assert done.returncode == 2, done.stderr
@@ -56,7 +56,7 @@ def test_raise_is_a_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("framework", ["keras", "jax"])
-def test_where_steps_are_only_skipped(framework: str, tmp_path: Path) -> None:
+def test_stop_is_refused_for_frameworks_that_only_skip(framework: str, tmp_path: Path) -> None:
     done = run("train", "digits", "--framework", framework, "--out", tmp_path / "run", "--on-nonfinite", "stop")
     assert done.returncode == 2
     assert f"--on-nonfinite stop is for torch and tensorflow, but digits is a task for {framework}" in done.stderr

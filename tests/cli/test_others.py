@@ -21,8 +21,8 @@ def test_version() -> None:
     assert subprocess.run(command, capture_output=True, text=True).stdout == f"bigbatch {bigbatch.__version__}\n"
 
 
-def test_doctor_names_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the frameworks only the one that loads fastest, and one that does not load."""
+def test_doctor_lists_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks only the framework that loads fastest, and one that does not load."""
     devices = {"jax": doctor._FRAMEWORKS["jax"], "torch": "import no_such_module", "bigbatch-no-such": ""}
     monkeypatch.setattr(doctor, "_FRAMEWORKS", devices)
     text = StringIO()
@@ -79,10 +79,10 @@ def test_verify_says_why_not(tmp_path: Path) -> None:
     ],
 )
 def test_built_in_tasks(framework: str, name: str, tmp_path: Path) -> None:
-    """Equal weights after a few steps of accumulated and full batch."""
+    """Accumulated and full batch give equal weights after a few steps."""
     summary, _, comparison = train_both(name, tmp_path / name, "--framework", framework, "--steps", 3)
     assert summary["framework"] == framework
-    assert comparison.max_weight_difference < 1e-3  # Adam magnifies rounding where gradients vanish
+    assert comparison.max_weight_difference < 1e-3  # Adam magnifies rounding if gradients vanish
     assert comparison.max_loss_difference < 1e-5
     assert verify(name, "--framework", framework)["is_exact"]
     assert [step["is_applied"] for step in history_of(tmp_path / name)] == [True] * 3
@@ -90,7 +90,7 @@ def test_built_in_tasks(framework: str, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("framework", ["tensorflow", "keras", pytest.param("jax", marks=pytest.mark.slow)])
 def test_resuming_gives_the_history_of_an_undisturbed_run(framework: str, tmp_path: Path) -> None:
-    """Six batches are an epoch of digits: stopped in the first, gone on into the second.
+    """An epoch of digits has six batches; the run stops in the first and resumes into the second.
 
     For torch see test_train.py, for JAX test_jax.py.
     """
@@ -112,7 +112,7 @@ def test_batch_norm_is_named(framework: str) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_the_tasks_of_the_documentation(number: int, tmp_path: Path) -> None:
+def test_tasks_in_the_documentation(number: int, tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
     tasks = re.findall("```python\n(.*?)```", text, re.DOTALL)
     assert len(tasks) == 2

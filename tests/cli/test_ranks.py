@@ -1,4 +1,4 @@
-"""`torchrun -m bigbatch train`: several processes train as one does."""
+"""`torchrun -m bigbatch train`: several processes train like one."""
 
 import json
 import signal
@@ -18,7 +18,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def run_ranks(*arguments: Any, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Two ranks that must end in time, whatever happens to them."""
+    """Runs two ranks, which must end in time, whatever happens to them."""
     command = [*TORCHRUN, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**environment(), **variables})
 
@@ -58,8 +58,8 @@ defaults = {"batch_size": 7, "micro_batch_size": 2, "epochs": 2, "lr": 0.05, "co
 """
 
 
-def test_ranks_train_as_one_process_does_and_both_go_on_with_what_the_other_left(tmp_path: Path) -> None:
-    """Batches of 7 and 1, shuffled by what all ranks draw from, a parameter that nobody uses."""
+def test_ranks_and_one_process_agree_and_resume_each_others_runs(tmp_path: Path) -> None:
+    """Batches of 7 and 1, shuffled with a generator that all ranks share, and an unused parameter."""
     task = tmp_path / "uneven.py"
     task.write_text(UNEVEN)
     train(task, tmp_path / "run", "--epochs", 1)
@@ -113,7 +113,7 @@ def loss(model, batch):
 
 
 @pytest.mark.slow
-def test_stopped_and_killed_runs_go_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_stopped_and_killed_runs_resume_exactly(tmp_path: Path) -> None:
     task = write_task(tmp_path, SLOW, dropout=0.3)
     options = ["--no-compare", "--epochs", "5"]
     done = run_ranks("train", task, "--out", tmp_path / "undisturbed", *options)
@@ -141,7 +141,7 @@ def test_stopped_and_killed_runs_go_on_as_if_nothing_had_been(tmp_path: Path) ->
     assert len(history_of(out)) == num
 
     began = time.monotonic()
-    done = run_ranks("train", task, "--resume", out, "--quiet", KILL_AT="20")  # the first warms up; 3 a window
+    done = run_ranks("train", task, "--resume", out, "--quiet", KILL_AT="20")  # the first warms up; 3 per window
     assert done.returncode != 0
     assert "SIGKILL" in done.stderr
     assert "fast_loss" not in done.stderr
@@ -176,7 +176,7 @@ def loss(model, batch): ...
 """
 
 
-def test_what_one_rank_says_ends_all(tmp_path: Path) -> None:
+def test_error_on_one_rank_ends_all(tmp_path: Path) -> None:
     began = time.monotonic()
     done = run_ranks("train", write_task(tmp_path, RANK_1), "--out", tmp_path / "run", "--no-compare")
     assert time.monotonic() - began < 30
@@ -187,7 +187,7 @@ def test_what_one_rank_says_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_refusals_are_told_once(tmp_path: Path) -> None:
+def test_refusals_are_printed_once(tmp_path: Path) -> None:
     task = write_task(tmp_path, SHARDED)
     (tmp_path / "of_tensorflow.py").write_text(OF_TENSORFLOW)
     (tmp_path / "there").mkdir()

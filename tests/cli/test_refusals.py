@@ -1,4 +1,4 @@
-"""Whatever is wrong gets one sentence, an exit code, and no traceback of ours."""
+"""Every error gives one sentence, an exit code, and no traceback of bigbatch."""
 
 import resource
 import subprocess
@@ -59,7 +59,7 @@ def test_bad_tasks(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
-def test_tasks_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_tasks(tmp_path: Path) -> None:
     assert_refused(run_here("train", "no-such-task"), "there is no task no-such-task", "digits, digits-batchnorm, text")
     (tmp_path / "task.txt").write_text("")
     assert_refused(run_here("train", tmp_path / "task.txt"), "is not a Python file")
@@ -80,7 +80,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("place", OWN)
-def test_what_a_task_raises_is_shown_as_its_own(place: str, tmp_path: Path) -> None:
+def test_error_of_the_task_is_shown_with_its_traceback(place: str, tmp_path: Path) -> None:
     code, text = OWN[place]
     done = run("train", write_task(tmp_path, code), "--out", tmp_path / "run", "--no-compare")
     assert done.returncode == 3, done.stderr
@@ -132,7 +132,7 @@ def test_bad_numbers(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_device(tmp_path: Path) -> None:
     done = run("train", write_task(tmp_path), "--out", tmp_path / "run", "--device", "abacus")
     assert_refused(done, "--device abacus cannot be used here")
     assert not (tmp_path / "run" / "history.jsonl").exists()
@@ -153,18 +153,18 @@ def test_bad_config_files(text: str, told: str, tmp_path: Path) -> None:
     assert_refused(run_here("train", write_task(tmp_path), "--config", config), told)
 
 
-def test_a_config_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_config_file(tmp_path: Path) -> None:
     assert_refused(run_here("train", write_task(tmp_path), "--config", tmp_path / "no.toml"), "cannot read", "no.toml")
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     assert_refused(run("train", write_task(tmp_path), "--out", file / "run"), "Not a directory", "--out", code=4)
     assert file.read_text() == "mine"
 
 
-def test_a_spent_disk(tmp_path: Path) -> None:
+def test_full_disk(tmp_path: Path) -> None:
     def little_space() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 
@@ -174,7 +174,7 @@ def test_a_spent_disk(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_resuming_what_is_no_run(tmp_path: Path) -> None:
+def test_resuming_a_folder_without_a_run(tmp_path: Path) -> None:
     assert_refused(
         run_here("train", write_task(tmp_path), "--resume", tmp_path),
         "cannot read",

@@ -41,7 +41,7 @@ def test_verification_shows_the_largest_error_first_and_the_causes(usual):
     assert VERIFICATION["causes"][0] in Page(page).text
 
 
-def test_a_failed_verification_says_so_and_folds_a_long_list(tmp_path):
+def test_failed_verification_is_shown_and_a_long_list_folded(tmp_path):
     errors = {f"p{number}": 0.3 / (number + 1) for number in range(30)} | {"broken": "nan"}
     found = {**VERIFICATION, "is_exact": False, "max_error": "nan", "errors": errors, "causes": ["BatchNorm"]}
     text = report(write_run(tmp_path / "run", verification=found))
@@ -126,7 +126,7 @@ def test_equal_runs_have_no_difference_to_draw(tmp_path):
     assert "difference" not in page.plots
 
 
-def test_numbers_that_are_not_finite(tmp_path):
+def test_nonfinite_numbers(tmp_path):
     def change_record(record):
         if record["step"] > 40:
             record.update(loss="nan", grad_norm="inf", is_applied=False)
@@ -180,7 +180,7 @@ def test_several_runs_have_a_column_and_a_line_each(tmp_path):
     assert_readable(page)
 
 
-def test_many_runs_are_told_apart(tmp_path):
+def test_many_runs_can_be_distinguished(tmp_path):
     folders = [write_run(tmp_path / f"run-{number}", num_steps=3) for number in range(12)]
     text = report(*folders)
     loss = text[text.index('<figure id="loss"') : text.index("</figure>")]
@@ -195,7 +195,7 @@ def test_several_runs_of_one_size_show_throughput_over_steps(tmp_path):
     assert_readable(page)
 
 
-def test_equal_names_are_told_apart_by_their_parents(tmp_path):
+def test_equal_names_are_shown_with_their_parent_folders(tmp_path):
     folders = [write_run(tmp_path / parent / "run", num_steps=4) for parent in "ab"]
     assert _names_of(folders) == ["a/run", "b/run"]
     assert "a/run" in Page(report(*folders)).text

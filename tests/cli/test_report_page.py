@@ -1,4 +1,4 @@
-"""The page as a file: it stands alone, is reproducible, takes hostile names, and is there whole or not at all."""
+"""The page is self-contained, reproducible, safe with hostile names, and written completely or not at all."""
 
 import html
 import math
@@ -16,7 +16,7 @@ from bigbatch.cli.report.text import count, difference, duration, number, size
 from .page import Page, report
 from .runs import VERIFICATION, write_run
 
-# --- the page stands alone -------------------------------------------------------------------------------
+# --- the page is self-contained -------------------------------------------------------------------------------
 
 
 def test_one_file_without_network_or_script(usual):
@@ -32,7 +32,7 @@ def test_one_file_without_network_or_script(usual):
     assert "@import" not in text
 
 
-def test_names_inside_the_plots_do_not_clash_and_all_references_lead_somewhere(tmp_path):
+def test_names_inside_the_plots_are_unique_and_all_references_have_targets(tmp_path):
     text = report(write_run(tmp_path / "a"), write_run(tmp_path / "b", micro_batch_size=16))
     names = re.findall(r'\bid="([^"]*)"', text)
     assert len(names) == len(set(names))
@@ -103,17 +103,17 @@ def test_a_failed_report_leaves_the_old_one(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run"]
 
 
-def test_no_folders_and_no_place(tmp_path):
+def test_no_folders_and_no_writable_place(tmp_path):
     with pytest.raises(OptionError, match="0 run folders: pass at least 1"):
         write_report([], tmp_path / "report.html")
     with pytest.raises(OptionError, match="make it first"):
         write_report([write_run(tmp_path / "run")], tmp_path / "absent" / "report.html")
 
 
-# --- numbers in words ------------------------------------------------------------------------------------
+# --- numbers ------------------------------------------------------------------------------------
 
 
-def test_numbers_as_people_read_them():
+def test_numbers_are_readable():
     assert [number(12000), number(0.0512345678), number(None), number(-math.inf)] == [
         "12,000", "0.0512346", "not known", "minus infinite",
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from .runs import VERIFICATION, write_run
 # --- damaged folders -------------------------------------------------------------------------------------
 
 
-def test_what_a_run_folder_holds(tmp_path):
+def test_contents_of_a_run_folder(tmp_path):
     run = read_run(write_run(tmp_path / "run", change_record=lambda r: r.update(grad_norm="inf")))
     assert run.config["batch_size"] == 256
     assert run.summary.task == "digits"
@@ -21,14 +21,14 @@ def test_what_a_run_folder_holds(tmp_path):
 
 
 @pytest.mark.parametrize("end", ['{"step": 48, "ep', '{"step": 48, "name": "\u00e9'.encode()[:-1], b"\0\0\0"])
-def test_a_last_line_that_was_cut_off_is_left_out(tmp_path, end):
+def test_truncated_last_line_is_left_out(tmp_path, end):
     folder = write_run(tmp_path / "run")
     with (folder / "history.jsonl").open("ab") as file:
         file.write(end if isinstance(end, bytes) else end.encode())
     assert len(read_run(folder).records) == 48
 
 
-def test_a_last_line_without_its_end_counts_if_it_is_whole(tmp_path):
+def test_last_line_without_a_newline_counts_if_it_is_complete(tmp_path):
     folder = write_run(tmp_path / "run")
     history = folder / "history.jsonl"
     history.write_text(history.read_text().rstrip("\n"))
@@ -47,7 +47,7 @@ def test_times_may_be_in_the_history(tmp_path):
     assert read_run(folder).records == new.records
 
 
-def test_times_that_got_lost_are_left_out(tmp_path):
+def test_lost_times_are_left_out(tmp_path):
     folder = write_run(tmp_path / "run")
     lines = (folder / "times.jsonl").read_text().splitlines(keepends=True)
     lines[20] = '{"step": 20, "seconds": null}\n'
@@ -58,7 +58,7 @@ def test_times_that_got_lost_are_left_out(tmp_path):
     assert "Loss over time" in (tmp_path / "report.html").read_text()
 
 
-def test_no_run_folder(tmp_path):
+def test_folder_without_a_run(tmp_path):
     with pytest.raises(StateError, match=r"absent is not a folder: pass a run folder that `bigbatch train` wrote"):
         read_run(tmp_path / "absent")
     with pytest.raises(StateError, match="is not a run folder, because it has none of config"):
@@ -122,7 +122,7 @@ def test_a_damaged_file_is_named_with_the_remedy(tmp_path, kind):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+def test_unreadable_file_is_named(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "run")
 
     def refuse(path):

@@ -1,8 +1,8 @@
-"""A process that has a framework imported and forks a child for every `bigbatch …` it is asked to run.
+"""A process that has imported a framework and forks a child for each `bigbatch …`.
 
-Importing is most of what a short command costs. A child is a process like any other (its own exit code, files,
-threads and end); only its imports are done already. Nothing of the framework was used before the fork, so there
-are no threads of it that a child could miss.
+Importing is most of the cost of a short command. A child is an ordinary process (with its own exit code, files and
+threads) whose imports are done already. The framework has not run anything before the fork, so it has no threads
+that a child would lose.
 """
 
 import atexit
@@ -32,7 +32,7 @@ EVERYWHERE = [
 
 
 class Zygote:
-    """The process, seen from a test: one request at a time."""
+    """The process, as a test uses it: one request at a time."""
 
     def __init__(self, framework: str, environment: dict[str, str]) -> None:
         command = [sys.executable, "-m", "tests.cli.zygote", framework]
@@ -42,7 +42,7 @@ class Zygote:
         atexit.register(self._process.kill)
 
     def run(self, **request: Any) -> int:
-        """Runs a command to its end; returns its exit code, negative where a signal ended it."""
+        """Runs a command to its end; returns its exit code, negative if a signal ended it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -52,7 +52,7 @@ class Zygote:
 
 @cache
 def zygote(framework: str, **environment: str) -> Zygote:
-    """The one of this framework: started when it is first asked for."""
+    """The zygote of this framework, started on first use."""
     return Zygote(framework, {**os.environ, **environment})
 
 
@@ -61,10 +61,10 @@ def serve(framework: str) -> None:
     for name in [*EVERYWHERE, *PRELOADED[framework]]:
         import_module(name)
     gc.collect()
-    gc.freeze()  # so that no child copies the parent's memory by collecting garbage in it
+    gc.freeze()  # so that garbage collection in a child does not copy the parent's memory
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
-        with warnings.catch_warnings(action="ignore"):  # JAX warns of every fork
+        with warnings.catch_warnings(action="ignore"):  # JAX warns about every fork
             pid = os.fork()
         if not pid:
             answers.close()
@@ -75,7 +75,7 @@ def serve(framework: str) -> None:
 
 
 def prepare(arguments: list[str], folder: str, environment: dict[str, str], out: str, err: str) -> None:
-    """Makes the child what `bigbatch …` would have started as."""
+    """Sets up the child like a newly started `bigbatch …`."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -84,11 +84,11 @@ def prepare(arguments: list[str], folder: str, environment: dict[str, str], out:
         os.dup2(file, descriptor)
         os.close(file)
     sys.argv = ["bigbatch", *arguments]
-    sys.path[0] = os.path.dirname(sys.executable)  # that of the command's script
+    sys.path[0] = os.path.dirname(sys.executable)  # as for the script of the command
 
 
 def end(code: Any) -> None:
-    """As Python ends, without taking apart what the parent imported: that takes longer than the command."""
+    """Exits like Python, without tearing down the imports of the parent, which would take longer than the command."""
     if isinstance(code, str):
         print(code, file=sys.stderr)
     threading._shutdown()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: it saves, ends with their code, and goes on bitwise as if nothing had been."""
+"""Signals that ask a run to end: it saves, ends with their exit code, and resumes bit for bit."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def undisturbed(tmp_path_factory):
 
 
 def test_each_signal_saves_and_has_its_code(undisturbed, tmp_path):
-    """One run that is ended by all four, one after the other, with no checkpoint but those of the signals."""
+    """All four signals end one run, one after the other; only they cause checkpoints."""
     out, log = tmp_path / "run", tmp_path / "log.txt"
     codes = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 138, signal.SIGUSR2: 140}
     num = 0
@@ -72,7 +72,7 @@ def loss(model, batch):
 
 
 def test_a_second_process_is_refused_and_a_second_signal_ends_at_once(tmp_path):
-    """A loss that never returns: the first signal waits for it, the second, of another kind, does not."""
+    """The loss never returns. The first signal waits for it; the second one, a different signal, does not."""
     task = tmp_path / "stuck.py"
     task.write_text("import torch" + STUCK.replace("time.sleep(600)", "(open(__file__ + '.in', 'w'), time.sleep(600))"))
     process = start(["train", task, "--out", tmp_path / "run"], tmp_path / "log.txt")
@@ -105,7 +105,7 @@ def loss(model, batch):
 
 @pytest.mark.skipif(not hasattr(errors, "Interrupted"), reason="steps cannot be interrupted in their middle yet")
 def test_in_the_middle_of_a_window(tmp_path):
-    """The window has six micro-batches of 0.2 s: what is there of it is saved, and completed later."""
+    """The window has six micro-batches of 0.2 s; the finished ones are saved, and the rest follows after the resume."""
     task, log, out = tmp_path / "slow.py", tmp_path / "log.txt", tmp_path / "run"
     task.write_text(SLOW)
     assert start(["train", task, "--out", tmp_path / "whole", "--steps", 4, "--no-compare"], log).wait(120) == 0

@@ -24,7 +24,7 @@ BLOCKS = [
 ]
 
 
-def what_the_reader_has():
+def readers_names():
     """The names that the pages assume a reader has: parameters, an optimizer, a loader."""
 
     def cross_entropies(logits, y):
@@ -65,7 +65,7 @@ def what_the_reader_has():
 @pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
 def test_code_of_the_page_runs(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = what_the_reader_has()
+    names = readers_names()
     before = names["params"]
     exec(compile(code, "page", "exec"), names)
     if "apply_updates" in code:

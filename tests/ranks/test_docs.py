@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.docs.test_readme import what_the_reader_has
+from tests.docs.test_readme import readers_names
 from tests.torch.training import flat
 
 PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
@@ -17,7 +17,7 @@ def test_code_of_the_page(tmp_path_factory: pytest.TempPathFactory, monkeypatch:
     training, saving = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     begin = "dist.init_process_group()\n"
     assert begin in training  # the process group exists already
-    names = what_the_reader_has(Path())
+    names = readers_names(Path())
     before = flat(names["model"])
     exec(compile(training.replace(begin, ""), "page", "exec"), names)
     assert not torch.equal(flat(names["model"]), before)

@@ -1,4 +1,4 @@
-"""Three logical CPUs, for a MirroredStrategy of two or three replicas; TensorFlow wants to know before it starts."""
+"""Sets up three logical CPUs for strategies of two or three replicas, which must happen before TensorFlow starts."""
 
 import os
 
@@ -17,14 +17,14 @@ tf.config.set_logical_device_configuration(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In the quick run graphs are not optimized: most are run once or twice, and optimizing takes longer than that."""
+    """In the quick run graphs are not optimized: most run once or twice, and optimizing takes longer than that."""
     if not config.getoption("--all"):
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
 @pytest.fixture
 def float64() -> Iterator[None]:
-    """Everything in float64, so that what is left of a difference is rounding."""
+    """Runs everything in float64, so that any difference is rounding."""
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     yield
@@ -34,7 +34,7 @@ def float64() -> Iterator[None]:
 
 @pytest.fixture
 def eagerly() -> Iterator[None]:
-    """Every tf.function is run as the Python that it was."""
+    """Runs every tf.function eagerly."""
     tf.config.run_functions_eagerly(True)
     yield
     tf.config.run_functions_eagerly(False)
@@ -42,12 +42,12 @@ def eagerly() -> Iterator[None]:
 
 EAGER = {"test_accumulator", "test_nonfinite", "test_one_replica", "test_optimizers", "test_precision", "test_refusals"}
 EAGER |= {"test_train", "test_users"}
-"""Modules about what a step does and refuses, not about graphs; tracing a graph takes ten times as long as a step."""
+"""Modules whose tests do not depend on graphs; tracing a graph takes ten times as long as a step."""
 
 
 @pytest.fixture(autouse=True)
 def _eagerly_in_the_quick_run(request: pytest.FixtureRequest) -> None:
-    """With `--all` they are compiled, as users have it; tests with the marker `compiled` always are."""
+    """With `--all` they are compiled, as for users; tests with the marker `compiled` always are."""
     is_quick = not request.config.getoption("--all") and request.module.__name__.rpartition(".")[2] in EAGER
     if is_quick and not request.node.get_closest_marker("compiled"):
         request.getfixturevalue("eagerly")

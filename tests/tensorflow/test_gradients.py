@@ -1,4 +1,4 @@
-"""Variables of every kind: frozen, unused, sparse, tied, low precision."""
+"""All kinds of variables: frozen, unused, sparse, tied, low precision."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def parts(batch: Batch, size: int = 3) -> list[Batch]:
 
 
 def train(model: Any, optimizer: Any, loss: Any, batch: Batch, way: str, **options: Any) -> Any:
-    """Three steps: the full batch plainly, or cut into micro-batches of 3 in one of our ways."""
+    """Three steps with the plain full batch, or in micro-batches of 3, fed in one of the ways."""
     accumulator = Accumulator(model, optimizer, loss, 3 if way == "batch" else None, accumulation_steps=100, **options)
 
     def add(part: Batch) -> None:
@@ -74,7 +74,7 @@ def momentum() -> Any:
 
 
 class Branches(keras.Model):
-    """One layer is frozen, one is never used, one only if it is asked for."""
+    """One layer is frozen, one is never used, and one is used only on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Branches(keras.Model):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make_optimizer", [adamw, momentum])
 @pytest.mark.usefixtures("float64")
-def test_variables_without_gradient_stay_where_the_full_batch_leaves_them(way: str, make_optimizer: Any) -> None:
+def test_variables_without_gradient_match_the_full_batch(way: str, make_optimizer: Any) -> None:
     full, ours = (train(Branches(), make_optimizer(), mse, data(), w) for w in ("full", way))
     assert_same(ours, full)
     start = Branches()
@@ -112,8 +112,8 @@ def asking(model: Branches, batch: Batch) -> Any:
 
 
 @pytest.mark.usefixtures("float64")
-def test_a_variable_that_gets_a_gradient_in_some_micro_batches_and_some_windows() -> None:
-    """In the first window one micro-batch of three asks for the layer, in the second none does, in the third all."""
+def test_variable_with_a_gradient_in_some_micro_batches_and_windows() -> None:
+    """One of three micro-batches uses the layer in the first window, none in the second, and all in the third."""
     ours, full = Branches(), Branches()
     optimizer = adamw()
     accumulator = Accumulator(ours, adamw(), accumulation_steps=3)
@@ -134,7 +134,7 @@ def test_a_variable_that_gets_a_gradient_in_some_micro_batches_and_some_windows(
 
 @pytest.mark.usefixtures("float64")
 def test_windows_of_micro_batches_of_different_kinds() -> None:
-    """A layer that is first asked for in the second window gets its gradient as well."""
+    """A layer that is first used in the second window gets its gradient too."""
 
     def loss(model: Branches, batch: dict[str, Any]) -> Any:
         out = model(batch["x"], asks="z" in batch)
@@ -156,7 +156,7 @@ def test_windows_of_micro_batches_of_different_kinds() -> None:
 
 
 @pytest.mark.usefixtures("float64")
-def test_a_graph_that_would_lose_a_gradient_says_so_and_changes_nothing() -> None:
+def test_graph_that_would_lose_a_gradient_is_refused_and_changes_nothing() -> None:
     model = Branches()
     accumulator = Accumulator(model, momentum(), accumulation_steps=2)
     x, y = data(3)
@@ -179,7 +179,7 @@ def test_a_graph_that_would_lose_a_gradient_says_so_and_changes_nothing() -> Non
 
 
 def tokens(rows: int) -> Batch:
-    """Few different words, so that they repeat within and between micro-batches."""
+    """Texts of few different words, so that words repeat within and between micro-batches."""
     generator = np.random.default_rng(2)
     return generator.integers(0, 6, (11, 5)) * (rows // 6), generator.normal(size=(11, 4))
 
@@ -216,8 +216,8 @@ def test_embeddings_equal_a_dense_full_batch(way: str, rows: int) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("rows", [9, 12_000])
 @pytest.mark.usefixtures("float64")
-def test_a_micro_batch_that_counts_nothing(rows: int, compiled: bool) -> None:
-    """The second of four has no words that count, and its mean would be 0/0."""
+def test_micro_batch_with_weight_zero(rows: int, compiled: bool) -> None:
+    """The second of four micro-batches has no words that count, so its mean would be 0/0."""
     ids, _ = tokens(rows)
     mask = np.ones(len(ids))
     mask[3:6] = 0
@@ -271,7 +271,7 @@ def test_sparse_rows_that_only_some_steps_use(kind: str) -> None:
 @pytest.mark.parametrize("rows", [9, 12_000])
 @pytest.mark.usefixtures("float64")
 def test_clipping_measures_summed_rows(rows: int) -> None:
-    """Entries of the same row add up before they are measured, as in the dense gradient."""
+    """Entries of the same row are summed before the norm is taken, as in the dense gradient."""
     found = tf.convert_to_tensor(taken(embedding(rows), mse, tokens(rows))[1][0])
     model = embedding(rows)
     before = model.embed.embeddings.numpy()
@@ -308,7 +308,7 @@ def test_tied_tables(rows: int) -> None:
 
 
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["plain", "xla"])
-def test_a_large_table_and_a_batch_that_counts_nothing(jit_compile: bool) -> None:
+def test_large_table_and_a_batch_with_weight_zero(jit_compile: bool) -> None:
     model, counts = embedding(12_000), tf.Variable(0.0)
     options: dict[str, Any] = {"weight": lambda _: counts.read_value(), "jit_compile": jit_compile}
     accumulator = Accumulator(model, keras.optimizers.SGD(0.1), mse, 2, **options)
@@ -326,8 +326,8 @@ def test_a_large_table_and_a_batch_that_counts_nothing(jit_compile: bool) -> Non
 @pytest.mark.parametrize("way", ["batch", "window"])
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["plain", "xla"])
 @pytest.mark.parametrize("counts_nothing", [slice(3, 6), slice(0, None)], ids=["in a micro-batch", "in all of them"])
-def test_a_term_that_counts_nothing_is_left_out(rows: int, way: str, jit_compile: bool, counts_nothing: slice) -> None:
-    """Its mean is 0/0 there, and so is its gradient."""
+def test_term_with_weight_zero_is_left_out(rows: int, way: str, jit_compile: bool, counts_nothing: slice) -> None:
+    """The mean of that term and its gradient are 0/0."""
     ids, y = tokens(rows)
     mask = np.ones(len(ids))
     mask[counts_nothing] = 0.0
@@ -368,7 +368,7 @@ def low(dtype: str) -> Any:
 
 
 def accumulation_errors(dtype: str, size: int, micro: int, way: str) -> dict[str, float]:
-    """How far the gradient that reaches the optimizer is from adding up in float32: ours, and plain sums."""
+    """The error of the gradient that reaches the optimizer against float32 sums: ours, and plain sums."""
     model = low(dtype)
     batch = data(size, "float32")
     batch = tuple(tf.cast(leaf, dtype) for leaf in batch)
@@ -415,7 +415,7 @@ class Wide(keras.optimizers.SGD):
 @pytest.mark.parametrize("way", ["batch", "add"])
 @pytest.mark.parametrize(("size", "micro"), [(256, 4), (1003, 16)], ids=["equal", "uneven"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_low_precision_adds_up_in_float32(dtype: str, size: int, micro: int, way: str) -> None:
+def test_low_precision_is_summed_in_float32(dtype: str, size: int, micro: int, way: str) -> None:
     errors = accumulation_errors(dtype, size, micro, way)
     assert errors["ours"] * 20 <= errors["plain"], errors
 
@@ -424,7 +424,7 @@ def test_low_precision_adds_up_in_float32(dtype: str, size: int, micro: int, way
 @pytest.mark.parametrize(
     ("name", "is_same"), [("SGD", True), ("momentum", True), ("Adam", False)], ids=["SGD", "momentum", "Adam"]
 )
-def test_keras_on_repeated_rows_as_the_docs_say(name: str, is_same: bool) -> None:
+def test_keras_on_repeated_rows_as_documented(name: str, is_same: bool) -> None:
     """What a plain loop with a sparse gradient gives, against a dense one; bigbatch gives the dense one's."""
     optimizers: dict[str, Any] = {
         "SGD": lambda: keras.optimizers.SGD(0.1),

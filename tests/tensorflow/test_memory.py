@@ -1,4 +1,4 @@
-"""Small micro-batches run side by side; those that are large, or have an order, one after the other."""
+"""Small micro-batches run in parallel; large ones, and those whose order matters, one after the other."""
 
 from typing import Any
 
@@ -21,12 +21,12 @@ def rows(*sizes: int | None) -> tf.TensorSpec:
     return tf.TensorSpec(sizes, tf.float32)
 
 
-def test_small_ones_run_side_by_side() -> None:
+def test_small_micro_batches_run_in_parallel() -> None:
     assert num_side_by_side(graph_of(lambda x: x * 2, rows(None, 8)), 4) == MOST
 
 
 @pytest.mark.parametrize("share", [1, 3])
-def test_together_they_stay_below_the_limit(share: int) -> None:
+def test_parallel_micro_batches_stay_below_the_limit(share: int) -> None:
     """Input, product and output are large tensors."""
     size = LITTLE // share // 3 // 4 // 1024
     graph = graph_of(lambda x: x * 2, rows(None, 1024))
@@ -34,12 +34,12 @@ def test_together_they_stay_below_the_limit(share: int) -> None:
     assert num_side_by_side(graph, 10 * size) == 1
 
 
-def test_what_is_not_known_runs_alone() -> None:
+def test_unknown_sizes_run_one_by_one() -> None:
     assert num_side_by_side(graph_of(lambda x: x * 2, rows(None, None)), 4) == 1
     assert num_side_by_side(graph_of(lambda x: x * 2, tf.TensorSpec(None)), 4) == 1
 
 
-def test_what_has_an_order_runs_alone() -> None:
+def test_stateful_operations_run_one_by_one() -> None:
     variable = tf.Variable(1.0)
     assert num_side_by_side(graph_of(lambda x: x * variable, rows(None, 8)), 4) == MOST
     assert num_side_by_side(graph_of(lambda x: x * variable.assign_add(1.0), rows(None, 8)), 4) == 1
@@ -48,8 +48,8 @@ def test_what_has_an_order_runs_alone() -> None:
 
 @pytest.mark.parametrize("layer", [keras.layers.Dropout(0.5), keras.layers.BatchNormalization()], ids=["seed", "mean"])
 @pytest.mark.filterwarnings("ignore:.*BatchNormalization:bigbatch.BigBatchWarning")
-def test_layers_that_change_from_one_to_the_next_do_so_in_order(layer: Any) -> None:
-    """A step is the same as a plain loop over the micro-batches, with what is random and what is averaged."""
+def test_layers_that_update_variables_run_in_order(layer: Any) -> None:
+    """A step equals a plain loop over the micro-batches, including random numbers and running averages."""
     x = np.random.default_rng(0).normal(size=(22, 6)).astype("float32")
 
     def loss(model: Any, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""MultiWorkerMirroredStrategy with two real processes: exact against one process that has the whole batch."""
+"""MultiWorkerMirroredStrategy with two real processes agrees with one process that has the whole batch."""
 
 import socket
 import subprocess
@@ -25,7 +25,7 @@ def digits(split: tuple[int, int]) -> dict[str, np.ndarray]:
 
 
 def with_an_inf(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """In what the second worker has."""
+    """Puts an inf into the data of the second worker."""
     x = batch["x"].copy()
     x[-1, 3] = np.inf
     return {**batch, "x": x}
@@ -44,7 +44,7 @@ def free_ports(num: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[Any]:
-    """What two workers ended with; if one of them does not end, both are stopped, and what they said is shown."""
+    """The results of two workers. If one of them hangs, both are stopped and their output is shown."""
     folder, ports = tmp_path_factory.mktemp("workers"), free_ports(2)
     outs: list[Path] = [folder / f"{index}.npz" for index in range(2)]
     logs = [folder / f"{index}.log" for index in range(2)]
@@ -77,7 +77,7 @@ def assert_same(found: list[Any], name: str, full: Run, update: np.ndarray | Non
 
 @pytest.mark.usefixtures("float64")
 def test_batches(found: list[Any]) -> None:
-    """One after the other, each from where the last one ended."""
+    """Batches one after the other; each starts where the last one ended."""
     full = Run(DIGITS, momentum)
     for split, batch in zip(SPLITS, DIGITS.batches, strict=True):
         full._step_plainly(full._gradients(batch)[1])
@@ -86,7 +86,7 @@ def test_batches(found: list[Any]) -> None:
 
 @pytest.mark.parametrize("way", ["window", "add", "add in a graph"])
 @pytest.mark.usefixtures("float64")
-def test_windows_and_gradients_of_the_users(way: str, found: list[Any]) -> None:
+def test_windows_and_add(way: str, found: list[Any]) -> None:
     assert_same(found, way, Run(DIGITS, momentum).full())
 
 
@@ -97,7 +97,7 @@ def test_two_terms(found: list[Any]) -> None:
 
 @pytest.mark.parametrize("name", ["divided by the workers", "divided by the batch"])
 @pytest.mark.usefixtures("float64")
-def test_losses_that_are_divided_already(name: str, found: list[Any]) -> None:
+def test_losses_already_divided_by_the_replicas(name: str, found: list[Any]) -> None:
     full = Run(DIGITS, momentum)
     plain = full.loss
     full.loss = lambda model, batch: plain(model, batch) + tf.reduce_sum(model.trainable_variables[0] ** 2)
@@ -107,8 +107,8 @@ def test_losses_that_are_divided_already(name: str, found: list[Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["inf", "inf and a scale"])
 @pytest.mark.usefixtures("float64")
-def test_an_inf_on_one_worker_leaves_no_trace_on_any(kind: str, found: list[Any]) -> None:
-    """The worker sees that nothing moves; afterwards all is as if that batch had never been."""
+def test_inf_on_one_worker_skips_the_step_on_all(kind: str, found: list[Any]) -> None:
+    """The worker sees that nothing changes; afterwards training continues as if that batch did not exist."""
     assert_same(found, kind, Run(TWICE, momentum).full())
 
 

@@ -1,4 +1,4 @@
-"""Gradients and losses that are not finite: skipped, raised or the end of the run, and the next step is exact."""
+"""Non-finite gradients and losses: the step is skipped, an error is raised, or the run ends; the next step is exact."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +50,7 @@ def make_for(way: str, **options: Any) -> Accumulator:
 
 
 def poisoned(name: str) -> Callable[[Any, Batch], Any]:
-    """A loss whose gradient is not finite in the variables of one layer, if a feature says so; itself it is finite."""
+    """A finite loss whose gradient is not finite in the variables of one layer, if a feature says so."""
 
     def of(model: Any, batch: Batch) -> Any:
         layer = next(layer for layer in model.layers if layer.name == name)
@@ -87,7 +87,7 @@ def test_raise_names_the_step_and_the_variable_and_changes_nothing(
 
 @pytest.mark.parametrize("clip", [{}, {"clip_norm": 0.1}, {"clip_value": 0.1}])
 @pytest.mark.parametrize("place", [0, 1])
-def test_the_first_variable_that_went_bad_is_named_and_no_other(place: int, clip: dict[str, float]) -> None:
+def test_only_the_first_bad_variable_is_named(place: int, clip: dict[str, float]) -> None:
     model = make_model()
     layer = model.layers[place]
     accumulator = Accumulator(model, keras.optimizers.SGD(0.1), poisoned(layer.name), 4, on_nonfinite="raise", **clip)
@@ -98,7 +98,7 @@ def test_the_first_variable_that_went_bad_is_named_and_no_other(place: int, clip
         accumulator.step((x, y))
 
 
-def test_a_loss_that_is_not_finite_is_raised_though_its_gradient_is_finite() -> None:
+def test_raise_acts_on_a_nonfinite_loss_with_a_finite_gradient() -> None:
     def endless(model: Any, batch: Batch) -> Any:
         return loss(model, batch) + tf.where(tf.shape(batch[1])[0] == 3, tf.constant(np.inf, tf.float64), 0)
 
@@ -135,7 +135,7 @@ def test_raise_with_every_kind_of_optimizer(kind: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_too_many_in_a_row_are_an_error_that_names_the_first(way: str) -> None:
+def test_too_many_skipped_steps_name_the_first_one(way: str) -> None:
     accumulator = make_for(way, max_skipped=3)
     before = snapshot(accumulator)
     feed(accumulator, way, bad_batch())
@@ -155,7 +155,7 @@ def test_too_many_in_a_row_are_an_error_that_names_the_first(way: str) -> None:
     assert_exact_step(accumulator)
 
 
-def test_steps_that_count_nothing_neither_add_to_a_row_nor_end_it() -> None:
+def test_steps_with_weight_zero_do_not_change_the_count() -> None:
     accumulator = make(4, max_skipped=2, weight=lambda batch: tf.reduce_sum(tf.cast(batch[1] < 3, tf.int32)))
     x, y = make_batch()
     nothing = x, np.full_like(y, 3)
@@ -166,7 +166,7 @@ def test_steps_that_count_nothing_neither_add_to_a_row_nor_end_it() -> None:
         accumulator.step(bad_batch())
 
 
-def test_no_number_is_too_many_if_the_user_says_so() -> None:
+def test_max_skipped_none_never_raises() -> None:
     accumulator = make(4, max_skipped=None)
     for _ in range(40):
         assert not accumulator.step(bad_batch()).is_applied
@@ -181,7 +181,7 @@ def test_by_default_32_are_too_many() -> None:
         accumulator.step(bad_batch())
 
 
-def test_the_row_is_saved_with_the_rest(tmp_path: Any) -> None:
+def test_the_count_is_saved(tmp_path: Any) -> None:
     accumulator = make(4, max_skipped=2)
     accumulator.step(bad_batch())
     path = tf.train.Checkpoint(accumulator=accumulator).save(str(tmp_path / "state"))
@@ -235,7 +235,7 @@ def test_stop_ends_the_run_and_gives_its_history() -> None:
 
 
 @pytest.mark.parametrize("policy", ["raise", "stop"])
-def test_an_overflow_of_a_scaled_loss_is_only_counted(policy: Any) -> None:
+def test_overflow_of_a_scaled_loss_is_only_counted(policy: Any) -> None:
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), 8.0)
     accumulator = make(4, optimizer, on_nonfinite=policy, max_skipped=3)
     for _ in range(2):
@@ -260,7 +260,7 @@ def in_a_graph(accumulator: Accumulator) -> Callable[[Any, Any], None]:
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("policy", ["raise", "stop"])
-def test_a_graph_of_the_users_can_only_skip(policy: Any) -> None:
+def test_own_graph_can_only_skip(policy: Any) -> None:
     accumulator = make(None, accumulation_steps=3, on_nonfinite=policy)
     before = snapshot(accumulator)
     with pytest.raises(OptionError, match=f'on_nonfinite="{policy}" works in eager code only'):
@@ -272,7 +272,7 @@ def test_a_graph_of_the_users_can_only_skip(policy: Any) -> None:
 
 
 @pytest.mark.compiled
-def test_too_many_in_a_row_end_a_graph_of_the_users_too() -> None:
+def test_too_many_skipped_steps_end_an_own_graph_too() -> None:
     accumulator = make(None, accumulation_steps=1, max_skipped=3)
     feed = in_a_graph(accumulator)
     before = snapshot(accumulator)

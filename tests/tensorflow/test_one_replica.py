@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 @cache
 def three() -> tf.distribute.Strategy:
-    """It reduces on one device, since its collectives would get in the way of those of `mirrored`."""
+    """It reduces on one device, because its collectives would conflict with those of `mirrored`."""
     devices = ["CPU:0", "CPU:1", "CPU:2"]
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=tf.distribute.ReductionToOneDevice())
 
@@ -80,7 +80,7 @@ def by_tf_keras(model: Any, batch: Batch) -> Any:
 
 
 def by_compile(model: Any, batch: Batch) -> Any:
-    """What `fit` would compute."""
+    """The loss that `fit` would compute."""
     return model.compute_loss(batch["x"], batch["y"], model(batch["x"], training=True))
 
 
@@ -117,7 +117,7 @@ EACH = [name for name in LOSSES if name not in ("the strategy", "global_batch_si
 
 
 def full_batch(loss: Callable[..., Any], num_steps: int = 1, size: int = SIZE) -> tuple[Any, float]:
-    """The plain full batch on one device, and the loss of the last step."""
+    """Trains on the plain full batch on one device; returns the model and the loss of the last step."""
     model, optimizer = make_model(), keras.optimizers.SGD(0.1, momentum=0.9)
     for _ in range(num_steps):
         with tf.GradientTape() as tape:
@@ -177,8 +177,8 @@ def test_a_batch(name: str, num_replicas: int) -> None:
     assert accumulator.num_traces == 1
 
 
-def test_divided_twice_it_would_be_seen() -> None:
-    """The negative control: TensorFlow's own number of replicas halves the update."""
+def test_negative_control_loss_divided_twice() -> None:
+    """TensorFlow's own number of replicas halves the update."""
 
     def halved(model: Any, batch: Batch) -> Any:
         return mean(model, batch) / 2
@@ -238,7 +238,7 @@ def test_reduction_sum() -> None:
         assert_same(accumulator, accumulator.step(on_replicas((14, 8))), full_batch(mean))
 
 
-# --- gradients of the user's -----------------------------------------------------------------------------------
+# --- gradients from a tape -----------------------------------------------------------------------------------
 
 
 def adder(accumulator: Accumulator, loss: Callable[..., Any], *, is_one: bool = True) -> Callable[[Any], None]:
@@ -259,7 +259,7 @@ def adder(accumulator: Accumulator, loss: Callable[..., Any], *, is_one: bool = 
 @pytest.mark.each_value
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", [name for name in EACH if name != "global_batch_size"])
-def test_gradients_of_the_users(name: str, in_graph: bool) -> None:
+def test_add(name: str, in_graph: bool) -> None:
     loss, plain = LOSSES[name]
     accumulator = make(None, accumulation_steps=100)
     add = adder(accumulator, loss)
@@ -272,7 +272,7 @@ def test_gradients_of_the_users(name: str, in_graph: bool) -> None:
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "a mean" and name != "a loss of tf_keras"])
-def test_gradients_of_a_loss_that_was_divided_are_refused(name: str) -> None:
+def test_add_refuses_gradients_of_a_divided_loss(name: str) -> None:
     loss, _ = LOSSES[name]
     accumulator = make(None, accumulation_steps=2)
     add = adder(accumulator, loss, is_one=False)
@@ -284,7 +284,7 @@ def test_gradients_of_a_loss_that_was_divided_are_refused(name: str) -> None:
     assert accumulator.last_step.weight == 10
 
 
-def test_a_metric_beside_the_tape_is_none_of_our_business() -> None:
+def test_metric_outside_the_tape_is_ignored() -> None:
     accumulator = make(None, accumulation_steps=1)
 
     def on_replica(batch: Batch) -> Any:
@@ -298,13 +298,13 @@ def test_a_metric_beside_the_tape_is_none_of_our_business() -> None:
     assert error(accumulator.model, full_batch(mean, 2)[0]) <= 1e-12
 
 
-def test_a_global_batch_size_has_no_share_that_is_known() -> None:
+def test_global_batch_size_with_an_unknown_share_is_refused() -> None:
     accumulator = make(None, accumulation_steps=2)
     with pytest.raises(LossError, match="leave global_batch_size out"):
         adder(accumulator, average_of_22)(on_replicas((14, 8)))
 
 
-def test_elsewhere_the_strategy_has_all_its_replicas() -> None:
+def test_strategy_keeps_its_replicas_elsewhere() -> None:
     accumulator = make(by_keras, 3)
     accumulator.step(on_replicas((14, 8)))
     assert mirrored().num_replicas_in_sync == 2
@@ -316,7 +316,7 @@ def test_elsewhere_the_strategy_has_all_its_replicas() -> None:
         assert tf.distribute.has_strategy()
 
 
-# --- the whole job, and the verdict ----------------------------------------------------------------------------
+# --- training and verify ----------------------------------------------------------------------------
 
 
 def test_train_with_accumulation() -> None:
@@ -363,8 +363,8 @@ def test_verify_runs_on_the_replicas(name: str, kind: Callable[[], Any], where: 
 @pytest.mark.compiled
 @pytest.mark.parametrize("order", ["plainly first", "here first"])
 @pytest.mark.parametrize("way", ["batch", "add"])
-def test_a_loss_that_is_a_graph_is_another_one_elsewhere(way: str, order: str) -> None:
-    """A tf.function keeps what it was traced with."""
+def test_loss_that_is_a_graph_is_traced_again(way: str, order: str) -> None:
+    """A tf.function keeps the number of replicas that it was traced with."""
     loss = tf.function(by_keras, reduce_retracing=True)
     accumulator = make(loss, 3, accumulation_steps=1)
 
@@ -416,7 +416,7 @@ def test_a_loss_divided_by_hand_is_refused_with_the_remedy(loss: Any, way: str) 
 
 
 @pytest.mark.parametrize("kind", ["tokens", "a term", "one a micro-batch"])
-def test_it_is_refused_if_the_weight_counts_what_it_adds_up(kind: str) -> None:
+def test_sum_is_refused_if_the_weight_counts_its_items(kind: str) -> None:
     weights: dict[str, Callable[[Batch], Any]] = {
         "tokens": lambda batch: batch["y"] + 1,
         "a term": lambda batch: (len(batch["y"]), tf.shape(batch["y"])[0]),
@@ -432,12 +432,12 @@ def test_it_is_refused_if_the_weight_counts_what_it_adds_up(kind: str) -> None:
 
 
 @pytest.mark.parametrize("loss", [by_hand, by_a_loss_that_adds_up])
-def test_and_the_remedy_is_exact(loss: Any) -> None:
+def test_remedy_is_exact(loss: Any) -> None:
     accumulator = make(loss, 3, reduction="sum")
     assert_same(accumulator, accumulator.step(on_replicas((22, 0))), full_batch(mean))
 
 
-def test_a_loss_set_later_is_tried_too_and_what_moves_is_put_back() -> None:
+def test_loss_set_later_is_tried_too_and_variables_are_restored() -> None:
     def normalised() -> Any:
         model = make_model()
         model.add(keras.layers.BatchNormalization(dtype="float64"))
@@ -458,7 +458,7 @@ def test_a_loss_set_later_is_tried_too_and_what_moves_is_put_back() -> None:
 
 @pytest.mark.usefixtures("eagerly")
 @pytest.mark.parametrize("kind", ["a root of a mean", "a product", "half precision", "no scalar"])
-def test_other_losses_are_not_taken_for_a_sum(kind: str) -> None:
+def test_other_losses_are_accepted(kind: str) -> None:
     losses: dict[str, Callable[..., Any]] = {
         "a root of a mean": lambda model, batch: tf.sqrt(mean(model, batch)),
         "a product": lambda model, batch: tf.reduce_prod(per_sample(model, batch)),
@@ -474,7 +474,7 @@ def test_other_losses_are_not_taken_for_a_sum(kind: str) -> None:
 
 
 class Counting(tf.Module):
-    """Counts its calls in a variable of its own."""
+    """Counts its calls in its own variable."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -488,8 +488,8 @@ class Counting(tf.Module):
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("is_window", [False, True])
-def test_a_variable_that_waits_for_the_other_replicas(is_window: bool) -> None:
-    """Is refused with the remedy, which works."""
+def test_variable_that_waits_for_the_other_replicas(is_window: bool) -> None:
+    """It is refused with a remedy that works."""
     batch = make_batch()
     parts = Window([{name: t[:8] for name, t in batch.items()}, {name: t[8:] for name, t in batch.items()}])
     kinds = tf.VariableAggregation, tf.VariableSynchronization

@@ -1,4 +1,4 @@
-"""Options that are set after the accumulator was made: each is honoured, or refused with a sentence."""
+"""Options that are set after the accumulator was made: each takes effect, or is refused with a sentence."""
 
 import inspect
 from typing import Any
@@ -64,7 +64,7 @@ def test_every_option_is_either_fixed_or_checked() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FIXED))
-def test_what_is_built_in_the_constructor_cannot_be_changed(name: str) -> None:
+def test_fixed_options_cannot_be_changed(name: str) -> None:
     accumulator = made()
     before = getattr(accumulator, name)
     with pytest.raises(OptionError, match=f"^{name} cannot be changed after .*: make a new Accumulator$"):
@@ -73,7 +73,7 @@ def test_what_is_built_in_the_constructor_cannot_be_changed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BAD))
-def test_what_is_set_later_is_checked_as_in_the_constructor(name: str) -> None:
+def test_options_set_later_are_checked_as_in_the_constructor(name: str) -> None:
     with pytest.raises(OptionError, match=name) as at_once:
         made(**{name: BAD[name]})
     accumulator = made()
@@ -87,8 +87,8 @@ def test_what_is_set_later_is_checked_as_in_the_constructor(name: str) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("way", ["batch", "window"])
 @pytest.mark.parametrize("name", LATER)
-def test_what_is_set_later_is_used(name: str, way: str, request: pytest.FixtureRequest) -> None:
-    """Also after a step was compiled without it."""
+def test_options_set_later_are_used(name: str, way: str, request: pytest.FixtureRequest) -> None:
+    """They are used even if a step was already compiled without them."""
     accumulator, expected = made(), made(**{name: LATER[name]})
     after(accumulator, 1, way)
     expected.model.set_weights(accumulator.model.get_weights())
@@ -100,7 +100,7 @@ def test_what_is_set_later_is_used(name: str, way: str, request: pytest.FixtureR
     assert name == "micro_batch_size" or not np.allclose(found, unchanged, rtol=1e-6)
 
 
-def test_clipping_and_the_length_of_windows_set_later() -> None:
+def test_clipping_and_accumulation_steps_set_later() -> None:
     accumulator = made(accumulation_steps=2)
     add(accumulator)
     accumulator.accumulation_steps, accumulator.clip_norm = 3, 0.01
@@ -111,7 +111,7 @@ def test_clipping_and_the_length_of_windows_set_later() -> None:
     assert np.linalg.norm(flat(accumulator.model) - before) == pytest.approx(0.1 * 0.01 * 2, rel=1e-3)
 
 
-def test_what_to_do_about_nonfinite_gradients_set_later() -> None:
+def test_on_nonfinite_set_later() -> None:
     accumulator = made()
     bad = (BATCH[0] * np.inf, BATCH[1])
     assert not accumulator.step(bad).is_applied
@@ -127,8 +127,8 @@ def test_what_to_do_about_nonfinite_gradients_set_later() -> None:
 
 
 @pytest.mark.parametrize("name", ["accumulation_steps", "clip_norm", "clip_value", "max_skipped"])
-def test_what_a_graph_of_the_users_was_made_with_cannot_be_changed(name: str) -> None:
-    """It would be ignored there."""
+def test_options_of_a_traced_graph_cannot_be_changed(name: str) -> None:
+    """The graph would ignore the new value."""
     accumulator = made(accumulation_steps=2)
     tf.function(lambda x, y: add(accumulator, x, y))(*map(tf.constant, BATCH))
     before = getattr(accumulator, name)

@@ -1,4 +1,4 @@
-"""Two users at once: the second is refused, the first is exact; a window of two models is never applied."""
+"""Two calls at once: the second is refused and the first is exact; a window of two models is never applied."""
 
 import gc
 import os
@@ -36,7 +36,7 @@ CHANGED = r"changed by another step in the middle of a window of 1 micro-batches
 
 
 class Slow:
-    """A loss that says when it has begun, and waits to be let go on."""
+    """A loss that signals its start and waits for a signal to continue."""
 
     def __init__(self) -> None:
         self.has_begun, self.may_go_on = threading.Event(), threading.Event()
@@ -97,7 +97,7 @@ def test_two_models_with_one_optimizer_take_turns() -> None:
         assert_same(model, full_batch_step(make_model(), keras.optimizers.SGD(0.1)))
 
 
-def test_models_that_share_nothing_do_not_mind_each_other() -> None:
+def test_models_that_share_nothing_train_at_the_same_time() -> None:
     slow = Slow()
     accumulator, other = make(4, loss=slow), make(4)
     first = threading.Thread(target=lambda: accumulator.step(make_batch()))
@@ -109,7 +109,7 @@ def test_models_that_share_nothing_do_not_mind_each_other() -> None:
     assert_same(accumulator.model, other.model)
 
 
-def test_an_error_leaves_nobody_locked_out() -> None:
+def test_error_releases_the_lock() -> None:
     accumulator = make(4, loss=lambda model, batch: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         accumulator.step(make_batch())
@@ -120,7 +120,7 @@ def test_an_error_leaves_nobody_locked_out() -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("next_call", ["add", "flush"])
 @pytest.mark.parametrize("changed_by", ["step", "window", "add", "the optimizer", "fit"])
-def test_a_window_whose_variables_another_changed_is_dropped(changed_by: str, next_call: str) -> None:
+def test_window_is_dropped_if_another_changed_its_variables(changed_by: str, next_call: str) -> None:
     accumulator = make(None, accumulation_steps=3)
     model, optimizer = accumulator.model, accumulator.optimizer
     other = Accumulator(model, keras.optimizers.SGD(0.5), loss, 4, accumulation_steps=1)
@@ -146,7 +146,7 @@ def test_a_window_whose_variables_another_changed_is_dropped(changed_by: str, ne
 
 @pytest.mark.parametrize("next_call", ["add", "flush", "step"])
 @pytest.mark.parametrize("num_before", [0, 1])
-def test_a_micro_batch_that_was_added_in_part_is_never_applied(
+def test_partly_added_micro_batch_is_never_applied(
     num_before: int, next_call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accumulator = make(4, accumulation_steps=3)
@@ -176,7 +176,7 @@ def test_a_micro_batch_that_was_added_in_part_is_never_applied(
     assert_same(accumulator.model, full_batch_step(make_model(), keras.optimizers.SGD(0.1)))
 
 
-def test_a_step_that_was_skipped_changed_nothing() -> None:
+def test_skipped_step_changes_nothing() -> None:
     accumulator = make(None, accumulation_steps=3)
     other = Accumulator(accumulator.model, keras.optimizers.SGD(0.5), loss, 4, weight=lambda _: tf.zeros([]))
     pieces = parts(make_batch())
@@ -188,7 +188,7 @@ def test_a_step_that_was_skipped_changed_nothing() -> None:
     assert_same(accumulator.model, full_batch_step(make_model(), keras.optimizers.SGD(0.1)))
 
 
-def test_two_that_take_turns_are_both_exact() -> None:
+def test_two_accumulators_that_take_turns_are_exact() -> None:
     model, optimizer = make_model(), keras.optimizers.SGD(0.1)
     ours, theirs = (Accumulator(model, optimizer, loss, 4, accumulation_steps=3) for _ in range(2))
     full, full_optimizer = make_model(), keras.optimizers.SGD(0.1)
@@ -201,13 +201,13 @@ def test_two_that_take_turns_are_both_exact() -> None:
     assert_same(model, full)
 
 
-def test_a_window_that_was_restored_in_this_process_goes_on(tmp_path: Any) -> None:
+def test_restored_window_continues_in_this_process(tmp_path: Any) -> None:
     accumulator = make(None, accumulation_steps=3)
     checkpoint = tf.train.Checkpoint(accumulator=accumulator, model=accumulator.model, optimizer=accumulator.optimizer)
     pieces = parts(make_batch())
     add(accumulator, pieces[0])
     path = checkpoint.write(str(tmp_path / "state"))
-    for piece in (*pieces[1:], pieces[0]):  # a step, and the first of the next window
+    for piece in (*pieces[1:], pieces[0]):  # a step, and the first micro-batch of the next window
         add(accumulator, piece)
     checkpoint.read(path).assert_consumed()
     for piece in pieces[1:]:
@@ -235,9 +235,9 @@ def test_on_several_replicas() -> None:
     assert accumulator.last_step.is_applied
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 knows that there are threads
-def test_in_the_child_of_a_fork_another_threads_call_is_over() -> None:
-    """The lock alone: TensorFlow itself does not survive a fork."""
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 warns about forks with threads
+def test_fork_releases_the_lock_of_another_thread_in_the_child() -> None:
+    """This tests only the lock, because TensorFlow does not survive a fork."""
     exclusive = make(None)._exclusive
     may_end = threading.Event()
     has_begun = threading.Event()
@@ -265,7 +265,7 @@ def test_in_the_child_of_a_fork_another_threads_call_is_over() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_the_lock_of_a_model_is_gone_with_its_accumulator() -> None:
+def test_lock_of_a_model_is_freed_with_its_accumulator() -> None:
     exclusive = weakref.ref(make(None)._exclusive)
     gc.collect()
     assert exclusive() is None

@@ -1,7 +1,7 @@
 """One worker of MultiWorkerMirroredStrategy: python -m tests.tensorflow.worker INDEX PORT PORT OUT [all].
 
-Every case trains on the batches that `test_multi_worker.py` gives to one process whole; OUT has the weights. Without
-"all" graphs are not optimized, as in the quick run.
+Every case trains on the batches that one process has as a whole in `test_multi_worker.py`; OUT gets the weights.
+Without "all", graphs are not optimized, as in the quick run.
 """
 
 import json
@@ -17,7 +17,7 @@ os.environ["TF_CONFIG"] = json.dumps(
 import numpy as np
 import tensorflow as tf
 
-strategy = tf.distribute.MultiWorkerMirroredStrategy()  # before anything else of TensorFlow's runs
+strategy = tf.distribute.MultiWorkerMirroredStrategy()  # before anything else of TensorFlow runs
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": "all" not in sys.argv})
 
 import keras
@@ -59,7 +59,7 @@ def batches() -> Any:
 
 
 def windows() -> Any:
-    """Each worker's rows in three micro-batches, some of them empty."""
+    """Windows of three micro-batches with each worker's rows; some are empty."""
     accumulator = make(micro_batch_size=None)
     for split in SPLITS:
         mine = own(digits(split), split)
@@ -70,7 +70,7 @@ def windows() -> Any:
 
 
 def gradients(in_graph: bool) -> Any:
-    """The user's own, a window of two micro-batches and a short one."""
+    """Gradients from a tape: a window of two micro-batches and a short one."""
     accumulator = make(micro_batch_size=None, accumulation_steps=2)
 
     def on_replica(x: Any, y: Any) -> None:
@@ -117,7 +117,7 @@ def divided() -> Any:
 
 
 def not_finite() -> Any:
-    """On the other worker only: a plain optimizer, and one that scales the loss."""
+    """The gradient is not finite on the other worker only: with a plain optimizer, and with a loss scale."""
     for name, optimizer in {
         "inf": momentum,
         "inf and a scale": lambda: keras.optimizers.LossScaleOptimizer(momentum(), initial_scale=1024.0),
@@ -136,7 +136,7 @@ def not_finite() -> Any:
 
 
 def clipping() -> Any:
-    """+10.1 on one worker and -9.9 on the other."""
+    """The gradient is +10.1 on one worker and -9.9 on the other."""
     with strategy.scope():
         layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
         model = keras.Sequential([keras.Input((1,)), layer])
