@@ -20,10 +20,10 @@ w_k / reference, and the finished sum by reference / W:
 
     sum_k (w_k / reference) * g_k  *  (reference / W)  =  sum_k w_k * g_k / W
 
-Both are the same window with a different reference: the total, or the first weight, which keeps the sums as large as
-those of a mean, so that float16 does not overflow. `Weights` does both.
+These are the same window with another reference: the total, or a guess at it, the first weight times the number of
+micro-batches expected. It keeps the sums as large as a mean's, so that float16 does not overflow. `Weights` does both.
 
-The number of micro-batches appears nowhere: dividing by it is wrong as soon as the weights differ.
+The number of micro-batches appears nowhere: dividing by it is wrong as soon as weights differ.
 
 A loss may have several terms, each a mean over its own count (tokens, samples). Then losses and weights are tuples of
 the same length, and each term is divided by its own total. A plain loss is a tuple of one. With reduction "sum"
@@ -66,11 +66,13 @@ def share(weight: Any, total: Any, where: Where = choose) -> Any:
     """w / W, the one division by a total weight; 0 where W is 0, since a mean over nothing counts for nothing.
 
     Args:
-        weight: A weight, or a sum to turn into a mean: a number, a tensor or a traced array.
-        total: The total weight.
-        where: The framework's `where(condition, value, other)`; leave it out for plain numbers.
+        weight: A weight, or a sum that is to become a mean: a number, a tensor or a traced array.
+        total: What it is a share of.
+        where: The framework's `where(condition, value, other)`; the arguments are plain numbers if it is left out.
     """
     is_empty = total == 0
+    if isinstance(is_empty, bool):  # plain numbers, whatever the framework chooses with
+        where = choose
     return where(is_empty, 0.0, weight / where(is_empty, 1.0, total))
 
 
@@ -105,9 +107,9 @@ def weighted(losses: Sequence[Terms], by: Sequence[Terms]) -> tuple[float, ...]:
 
 
 class Weights:
-    """The weights of one window, and the reference that divides them while gradients add up.
+    """The weights of one window, and the reference that its losses are measured by.
 
-        weights = Weights(reduction, reference)       # the total if it is known; else the first weight is used
+        weights = Weights(reduction, reference)       # the total, if it is known; else it is guessed
         for micro_batch in window:
             (loss(micro_batch) * weights.share(weight)).backward()
             weights.add(weight)
@@ -115,18 +117,28 @@ class Weights:
 
     Args:
         reduction: "mean" or "sum".
-        reference: Divides the weights, term by term, while gradients add up. If it is empty, the first weight does.
+        reference: What weights are divided by while gradients add up, term by term. Empty: the first weight, times
+            `num_expected`.
         where: The framework's `where`, if weights may be tensors.
+        num_expected: How many micro-batches the window will have, as far as is known. If they all weigh the same, the
+            reference is then the total, and nothing is left to multiply by.
     """
 
-    def __init__(self, reduction: Reduction = "mean", reference: Terms = (), where: Where = choose) -> None:
+    def __init__(
+        self,
+        reduction: Reduction = "mean",
+        reference: Terms = (),
+        where: Where = choose,
+        num_expected: int = 1,
+    ) -> None:
         self.reduction = reduction
         self.reference = reference
         self.weights: list[Terms] = []
         self._where = where
+        self._num_expected = num_expected
 
     def check(self, weight: Terms) -> None:
-        """Raises WeightError if this micro-batch does not have as many terms as those before it."""
+        """Raises WeightError if this micro-batch has another number of terms than those before it."""
         if self.weights and len(weight) != len(self.reference):
             raise WeightError(
                 f"this micro-batch has {len(weight)} weights, those before it in the window have "
@@ -134,23 +146,22 @@ class Weights:
             )
 
     def share(self, weight: Terms) -> Terms:
-        """The factors for the losses of the next micro-batch: w_k / reference."""
-        return shares(weight, self.reference or _first(weight), self.reduction, self._where)
+        """What the losses of the next micro-batch are multiplied by: w_k / reference."""
+        return shares(weight, self.reference or self.guess(weight), self.reduction, self._where)
 
     def add(self, weight: Terms) -> None:
-        """Adds the weight of a micro-batch."""
+        """Counts a micro-batch."""
         self.check(weight)
-        self.reference = self.reference or _first(weight)
+        self.reference = self.reference or self.guess(weight)
         self.weights.append(weight)
 
+    def guess(self, weight: Terms) -> Terms:
+        """A reference from one weight, which is not 0, without asking a device."""
+        return tuple([(w + (w == 0)) * self._num_expected for w in weight])
+
     def rest(self, total: Terms) -> Terms:
-        """The factors for the finished sums: reference / W."""
+        """What the finished sums are multiplied by: reference / W."""
         return shares(self.reference, total, self.reduction, self._where)
-
-
-def _first(weight: Terms) -> Terms:
-    """The first weight as a reference: 1 where it is 0, without waiting for a device."""
-    return tuple([w + (w == 0) for w in weight])
 
 
 def is_number(value: Any) -> bool:

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from ..core.errors import OptionError
-from ..core.options import check_choice
 from .internals import forget_unscaling
 from .sums import Sums
 
@@ -34,7 +33,8 @@ class Precision:
         parameters: Sequence[Tensor],
         is_widened: Callable[[Tensor], bool],
     ) -> None:
-        check_choice("precision", precision, (None, *_DTYPES))
+        if precision is not None and precision not in _DTYPES:
+            raise OptionError(f'precision={precision!r} is unknown: pass None, "bf16" or "fp16"')
         if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
             raise OptionError(f"scaler is {scaler!r}: pass a torch.amp.GradScaler, or None")
         self.device = parameters[0].device.type

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ...core.errors import OptionError, warn
-from ...core.options import check_choice
 from .. import internals
 from ..gradients import Gradients
 from .ranks import Ranks, Reduce
@@ -23,7 +22,8 @@ _REMEDY = {
 
 def ranks_of(model: nn.Module, gradients: Gradients, group: dist.ProcessGroup | None, reduce: Reduce) -> Ranks:
     """How this model's ranks work together. Raises OptionError if they could not give the whole batch's gradient."""
-    check_choice("reduce", reduce, get_args(Reduce))
+    if reduce not in get_args(Reduce):
+        raise OptionError(f'reduce={reduce!r} is unknown: pass "window" or "micro_batch"')
     inner = internals.uncompiled(model)
     own_kinds = {kind.__name__ for kind in type(inner).__mro__}
     if "DistributedDataParallel" in own_kinds:
