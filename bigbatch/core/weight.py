@@ -20,10 +20,11 @@ w_k / reference, and the finished sum by reference / W:
 
     sum_k (w_k / reference) * g_k  *  (reference / W)  =  sum_k w_k * g_k / W
 
-These are the same window with another reference: the total, or a guess at it, the first weight times the number of
-micro-batches expected. It keeps the sums as large as a mean's, so that float16 does not overflow. `Weights` does both.
+Both are the same window with a different reference: the total, or a guess at it, the first weight times the number of
+micro-batches expected. The guess keeps the sums as large as those of a mean, so that float16 does not overflow.
+`Weights` does both.
 
-The number of micro-batches appears nowhere: dividing by it is wrong as soon as weights differ.
+The number of micro-batches appears nowhere: dividing by it is wrong as soon as the weights differ.
 
 A loss may have several terms, each a mean over its own count (tokens, samples). Then losses and weights are tuples of
 the same length, and each term is divided by its own total. A plain loss is a tuple of one. With reduction "sum"
@@ -66,9 +67,9 @@ def share(weight: Any, total: Any, where: Where = choose) -> Any:
     """w / W, the one division by a total weight; 0 where W is 0, since a mean over nothing counts for nothing.
 
     Args:
-        weight: A weight, or a sum that is to become a mean: a number, a tensor or a traced array.
-        total: What it is a share of.
-        where: The framework's `where(condition, value, other)`; the arguments are plain numbers if it is left out.
+        weight: A weight, or a sum to turn into a mean: a number, a tensor or a traced array.
+        total: The total weight.
+        where: The framework's `where(condition, value, other)`; leave it out for plain numbers.
     """
     is_empty = total == 0
     if isinstance(is_empty, bool):  # plain numbers, whatever the framework chooses with
@@ -107,9 +108,9 @@ def weighted(losses: Sequence[Terms], by: Sequence[Terms]) -> tuple[float, ...]:
 
 
 class Weights:
-    """The weights of one window, and the reference that its losses are measured by.
+    """The weights of one window, and the reference that divides them while gradients add up.
 
-        weights = Weights(reduction, reference)       # the total, if it is known; else it is guessed
+        weights = Weights(reduction, reference)       # the total if it is known; else it is guessed
         for micro_batch in window:
             (loss(micro_batch) * weights.share(weight)).backward()
             weights.add(weight)
@@ -117,7 +118,7 @@ class Weights:
 
     Args:
         reduction: "mean" or "sum".
-        reference: What weights are divided by while gradients add up, term by term. Empty: the first weight, times
+        reference: Divides the weights, term by term, while gradients add up. If it is empty: the first weight, times
             `num_expected`.
         where: The framework's `where`, if weights may be tensors.
         num_expected: How many micro-batches the window will have, as far as is known. If they all weigh the same, the
@@ -138,7 +139,7 @@ class Weights:
         self._num_expected = num_expected
 
     def check(self, weight: Terms) -> None:
-        """Raises WeightError if this micro-batch has another number of terms than those before it."""
+        """Raises WeightError if this micro-batch does not have as many terms as those before it."""
         if self.weights and len(weight) != len(self.reference):
             raise WeightError(
                 f"this micro-batch has {len(weight)} weights, those before it in the window have "
@@ -146,11 +147,11 @@ class Weights:
             )
 
     def share(self, weight: Terms) -> Terms:
-        """What the losses of the next micro-batch are multiplied by: w_k / reference."""
+        """The factors for the losses of the next micro-batch: w_k / reference."""
         return shares(weight, self.reference or self.guess(weight), self.reduction, self._where)
 
     def add(self, weight: Terms) -> None:
-        """Counts a micro-batch."""
+        """Adds the weight of a micro-batch."""
         self.check(weight)
         self.reference = self.reference or self.guess(weight)
         self.weights.append(weight)
@@ -160,7 +161,7 @@ class Weights:
         return tuple([(w + (w == 0)) * self._num_expected for w in weight])
 
     def rest(self, total: Terms) -> Terms:
-        """What the finished sums are multiplied by: reference / W."""
+        """The factors for the finished sums: reference / W."""
         return shares(self.reference, total, self.reduction, self._where)
 
 
