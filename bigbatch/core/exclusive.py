@@ -67,22 +67,21 @@ class Exclusive:
 
     Args:
         parameters: Returns what is trained now; an optimizer may be given more parameters while it trains.
-        key: What identifies a parameter.
     """
 
-    def __init__(self, parameters: Callable[[], Sequence[Any]], key: Callable[[Any], Any] = id) -> None:
-        self.__setstate__((parameters, key))
+    def __init__(self, parameters: Callable[[], Sequence[Any]]) -> None:
+        self.__setstate__(parameters)
         self._assign(parameters())
 
     def __getstate__(self) -> Any:
         """A copy trains parameters of its own."""
-        return self._parameters, self._key
+        return self._parameters
 
-    def __setstate__(self, state: Any) -> None:
-        self._parameters, self._key = state
+    def __setstate__(self, parameters: Callable[[], Sequence[Any]]) -> None:
+        self._parameters = parameters
         self._held: Sequence[Any] = ()  # while they live, no other object gets their ids
         self._locks: list[_Lock] = []
-        self._lock_of: dict[Any, _Lock] = {}
+        self._lock_of: dict[int, _Lock] = {}  # by the id of the parameter
 
     def _assign(self, parameters: Sequence[Any]) -> None:
         """Gives every parameter the lock it has, here or in another accumulator; those without one share a new one."""
@@ -90,7 +89,7 @@ class Exclusive:
             known = ChainMap(self._lock_of, *(other._lock_of for other in _live))
             new = _Lock()
             self._held = parameters
-            self._lock_of = {key: known.get(key, new) for key in map(self._key, parameters)}
+            self._lock_of = {key: known.get(key, new) for key in map(id, parameters)}
             # in one order for all: of two calls that want the same locks, one gets them all
             self._locks = sorted(set(self._lock_of.values()), key=lambda lock: lock.number)
             _live.add(self)

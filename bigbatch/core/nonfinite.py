@@ -11,11 +11,6 @@ OnNonFinite = Literal["skip", "raise", "stop"]
 _REMEDY = "look at the data of that step, lower the learning rate, or clip the gradient"
 
 
-def check_on_nonfinite(name: str, value: Any) -> Any:
-    """Returns the value; raises OptionError unless it is "skip", "raise" or "stop"."""
-    return check_choice(name, value, get_args(OnNonFinite))
-
-
 class NonFinite:
     """Keeps a gradient that is not finite away from the parameters, and reacts as the user chose.
 
@@ -32,7 +27,7 @@ class NonFinite:
         resume: How to continue after "stop".
     """
 
-    on_nonfinite = Option(check_on_nonfinite)
+    on_nonfinite = Option(lambda name, value: check_choice(name, value, get_args(OnNonFinite)))
     max_skipped = Option(check_size)
 
     def __init__(

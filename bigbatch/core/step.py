@@ -14,14 +14,14 @@ class _Fetched(Generic[_T]):
     """A field whose value may be a function. It is called at the first read, and its result is kept."""
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        self._name = f"_{name}"
 
     def __set__(self, step: "Step", value: _T | Callable[[], _T]) -> None:
         vars(step)[self._name] = value
 
     def __get__(self, step: "Step | None", owner: type) -> _T:
         if step is None:
-            raise AttributeError(self._name)  # tells dataclass that there is no default
+            raise AttributeError  # tells dataclass that there is no default
         value = vars(step)[self._name]
         if callable(value):
             value = vars(step)[self._name] = value()

@@ -20,11 +20,11 @@ w_k / reference, and the finished sum by reference / W:
 
     sum_k (w_k / reference) * g_k  *  (reference / W)  =  sum_k w_k * g_k / W
 
-Both are the same window with a different reference: the total, or a guess at it, the first weight times the number of
-micro-batches expected. The guess keeps the sums as large as those of a mean, so that float16 does not overflow.
-`Weights` does both.
+Both are the same window with a different reference: the total, or a guess of it (the first weight times the expected
+number of micro-batches), which keeps sums as large as a mean's, so that float16 does not overflow. The last factor
+corrects a wrong guess. `Weights` does both.
 
-The number of micro-batches appears nowhere: dividing by it is wrong as soon as the weights differ.
+Dividing by the number of micro-batches instead is wrong as soon as the weights differ.
 
 A loss may have several terms, each a mean over its own count (tokens, samples). Then losses and weights are tuples of
 the same length, and each term is divided by its own total. A plain loss is a tuple of one. With reduction "sum"
@@ -72,7 +72,7 @@ def share(weight: Any, total: Any, where: Where = choose) -> Any:
         where: The framework's `where(condition, value, other)`; leave it out for plain numbers.
     """
     is_empty = total == 0
-    if isinstance(is_empty, bool):  # plain numbers, whatever the framework chooses with
+    if isinstance(is_empty, bool):  # plain numbers, whatever the framework's own `where` takes
         where = choose
     return where(is_empty, 0.0, weight / where(is_empty, 1.0, total))
 
@@ -118,19 +118,15 @@ class Weights:
 
     Args:
         reduction: "mean" or "sum".
-        reference: Divides the weights, term by term, while gradients add up. If it is empty: the first weight, times
-            `num_expected`.
+        reference: Divides the weights, term by term, while gradients add up. If it is empty, it is guessed: the first
+            weight times `num_expected`.
         where: The framework's `where`, if weights may be tensors.
-        num_expected: How many micro-batches the window will have, as far as is known. If they all weigh the same, the
-            reference is then the total, and nothing is left to multiply by.
+        num_expected: How many micro-batches the window is expected to have. If they all weigh the same, the reference
+            is then the total, and `rest` is 1.
     """
 
     def __init__(
-        self,
-        reduction: Reduction = "mean",
-        reference: Terms = (),
-        where: Where = choose,
-        num_expected: int = 1,
+        self, reduction: Reduction = "mean", reference: Terms = (), where: Where = choose, num_expected: int = 1
     ) -> None:
         self.reduction = reduction
         self.reference = reference
@@ -157,7 +153,7 @@ class Weights:
         self.weights.append(weight)
 
     def guess(self, weight: Terms) -> Terms:
-        """A reference from one weight, which is not 0, without asking a device."""
+        """A guess of the total from one weight, taken as 1 where it is 0, without waiting for a device."""
         return tuple([(w + (w == 0)) * self._num_expected for w in weight])
 
     def rest(self, total: Terms) -> Terms:

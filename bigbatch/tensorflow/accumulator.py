@@ -125,7 +125,7 @@ class Accumulator(tf.Module):
         self.num_traces = 0
         self.strategy = replicas.strategy_of(model)
         self._optimizer = Optimizer(optimizer, self.strategy)
-        self._exclusive = Exclusive(self._trained, key=id)
+        self._exclusive = Exclusive(self._trained)
         resume = "set accumulator.is_stopped = False to continue"
         self._nonfinite = NonFinite(on_nonfinite, max_skipped, warns=False, resume=resume)
         self._skipped_steps = SkippedSteps(self._nonfinite, self.strategy)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bigbatch import OptionError
-from bigbatch.core.nonfinite import check_on_nonfinite
+from bigbatch.core.nonfinite import NonFinite
 from bigbatch.core.options import Fixed, Option, OptionOf, check_choice, check_clip, check_size, check_steps
 
 
@@ -57,7 +57,7 @@ def test_a_choice_that_is_unknown_is_refused() -> None:
     with pytest.raises(OptionError, match=r"^way='both' is unknown: pass \"auto\", True or None$"):
         check_choice("way", "both", ("auto", True, None))
     with pytest.raises(OptionError, match=r"^on_nonfinite='pray' is unknown: pass \"skip\", \"raise\" or \"stop\"$"):
-        check_on_nonfinite("on_nonfinite", "pray")
+        NonFinite("pray")
 
 
 def test_reading_an_option_calls_nothing() -> None:

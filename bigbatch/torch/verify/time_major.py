@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -91,11 +91,9 @@ def cut_along_time(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any
         model: The model whose layers are watched.
         micro_batch: One micro-batch.
     """
-    whole, other = nest.map_tensors(lambda tensor: tensor, micro_batch), _resized(micro_batch)
-    with _time_major_calls(model) as calls:
-        _run_aside(run, model, whole)
-    found = _confirmed(calls, run, model, micro_batch, other)
-    return None if found is None else _message(found, micro_batch)
+    calls = _calls_aside(run, model, micro_batch)
+    call = _confirmed(calls, run, model, micro_batch, _resized(micro_batch))
+    return None if call is None else _message(call, micro_batch)
 
 
 def cut_along_axis_1(batch: Any, micro_batch_size: int) -> list[Any] | None:
@@ -124,24 +122,16 @@ def _confirmed(
     """The call whose number of time steps is the number of rows, and with `other` too if that can run."""
     num_rows = nest.batch_size(micro_batch)
     suspects = [call for call in calls if call.num_steps == num_rows]
-    if not suspects or other is None:
-        return _by_its_shape(suspects, micro_batch)
-    num_other_rows = nest.batch_size(other)
-    with _time_major_calls(model) as calls:
-        try:
-            _run_aside(run, model, other)
-        except Exception:  # BatchNorm, say, may refuse a single row
-            return _by_its_shape(suspects, micro_batch)
-    confirmed = {call._replace(num_steps=num_rows) for call in calls if call.num_steps == num_other_rows}
-    return next((call for call in suspects if call in confirmed), None)
-
-
-def _by_its_shape(suspects: list[_Call], micro_batch: Any) -> _Call | None:
-    """The call with both axes of a tensor in the micro-batch, if its sample axis cannot come from the rows."""
-    rows = nest.batch_size(micro_batch)
+    if suspects and other is not None:
+        with suppress(Exception):  # BatchNorm, say, may refuse a single row
+            num_other_rows = nest.batch_size(other)
+            calls = [call for call in _calls_aside(run, model, other) if call.num_steps == num_other_rows]
+            confirmed = {call._replace(num_steps=num_rows) for call in calls}
+            return next((call for call in suspects if call in confirmed), None)
+    # else it needs both axes of a tensor in the micro-batch, of which that of samples cannot come from the rows
     seconds = {tensor.size(1) for tensor in _dense(micro_batch) if tensor.ndim > 1} - {1}
-    fitting = [call for call in suspects if call.num_steps == rows and call.num_samples in seconds]
-    return next((call for call in fitting if call.num_samples and call.num_samples % rows), None)
+    fitting = [call for call in suspects if call.num_samples in seconds]
+    return next((call for call in fitting if call.num_samples and call.num_samples % num_rows), None)
 
 
 def _resized(micro_batch: Any) -> Any:
@@ -154,17 +144,18 @@ def _resized(micro_batch: Any) -> Any:
     return nest.map_tensors(lambda t: torch.cat([t, t]) if t.ndim else t, micro_batch)
 
 
-def _run_aside(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any) -> None:
-    """Runs on copies of the buffers, because a backward pass may still need the originals."""
+def _calls_aside(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any) -> list[_Call]:
+    """The calls in a run on copies of the buffers, because a backward pass may still need the originals."""
     held = [(own, dict(own)) for own in map(own_buffers, model.modules()) if own]
     try:
         for own, buffers in held:
             own.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
-        with random_state_kept(model), torch.no_grad():
+        with random_state_kept(model), torch.no_grad(), _time_major_calls(model) as calls:
             run(nest.map_tensors(Tensor.clone, micro_batch))  # a loss may write into it
     finally:
         for own, buffers in held:
             own.update(buffers)
+    return calls
 
 
 class TimeAxis:
