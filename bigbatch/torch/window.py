@@ -169,8 +169,8 @@ class PartialWindow:
     def share(self, weight: Terms, *, is_movable: bool) -> Terms:
         """What the losses of the next micro-batch are multiplied by: its weight over the reference.
 
-        If the reference is so little that this would overflow, or came from a weight of 0, it is replaced, provided that
-        the sums can be scaled to another (`is_movable`).
+        If the reference is so little that this would overflow, or came from a weight of 0, it is replaced, if the sums
+        can be scaled to another (`is_movable`).
         """
         if weight in self.shares:
             return self.shares[weight]
@@ -232,9 +232,8 @@ class PartialWindow:
 
     def check_unchanged(self, now: list[int]) -> None:
         """Raises OrderError if the parameters have changed: gradients of two models do not add up."""
-        if self.seen is not None:
-            self._check_number(self.seen[0], now[0])
         if self.seen is not None and self.seen != now:
+            self._check_number(self.seen[0], now[0])
             raise OrderError(
                 f"the parameters were changed in the middle of a window of {len(self)} micro-batches (by another "
                 "accumulator, optimizer.step() or load_state_dict()), so its gradient would be that of two models: "
@@ -252,9 +251,8 @@ class PartialWindow:
     def check_trainable(self, parameters: Sequence[Tensor]) -> None:
         """Raises OrderError if parameters were frozen or unfrozen since the micro-batch before."""
         now = list(map(_REQUIRES_GRAD, parameters))
-        if self.trainable is not None:
-            self._check_number(len(self.trainable), len(now))
         if self.trainable is not None and self.trainable != now:
+            self._check_number(len(self.trainable), len(now))
             num = sum(map(operator.ne, self.trainable, now))
             raise OrderError(
                 f"{num} of {len(parameters)} parameters were frozen or unfrozen in the middle of a window of "
