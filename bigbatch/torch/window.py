@@ -155,7 +155,7 @@ class PartialWindow:
     @classmethod
     def of_step(cls, cut: Cut) -> "PartialWindow":
         """One whose micro-batches are all known."""
-        weights = Weights(cut.reduction, tuple([1.0 for _ in cut.weights[0]]) if cut.weights else (1.0,))
+        weights = Weights(cut.reduction)
         weights.weights = cut.weights
         return cls(weights, [Sums()], is_of_step=True)
 
@@ -217,13 +217,12 @@ class PartialWindow:
     def check_same(self, weights: Sequence[Terms]) -> None:
         """Raises OrderError if this is another batch than the one that was interrupted."""
         remedy = "pass the same batch to go on, or call forget() to drop what was interrupted"
-        own = self.weights.weights
-        if len(own) != len(weights):
+        if len(self) != len(weights):
             raise OrderError(
-                f"the batch had {len(own)} micro-batches when the step was interrupted, now it has {len(weights)}: "
+                f"the batch had {len(self)} micro-batches when the step was interrupted, now it has {len(weights)}: "
                 f"{remedy}"
             )
-        for number, (before, now) in enumerate(zip(own, weights, strict=True), 1):
+        for number, (before, now) in enumerate(zip(self.weights.weights, weights, strict=True), 1):
             if before != now:
                 raise OrderError(
                     f"micro-batch {number} had the weight {from_terms(before)} when the step was interrupted, now it "
@@ -280,10 +279,8 @@ class MicroBatch:
 
     def __init__(self, feed: Callable[["MicroBatch", Any], None]) -> None:
         self._feed = feed
-        self.has_begun = False
-        """Whether something may have been added."""
-        self.is_fed = False
-        """Whether all of it was."""
+        self.has_begun = False  # something may have been added
+        self.is_fed = False  # all of it was
         self.is_over = False
         self.step: Step | None = None
 
