@@ -35,7 +35,7 @@ def train(
     way: str,
     **options: Any,
 ) -> nn.Module:
-    """Three steps: the full batch plainly, or cut into micro-batches of 3 in one of our ways."""
+    """Three steps with the plain full batch, or in micro-batches of 3, fed in one of the ways."""
     torch.manual_seed(0)
     model = make_model()
     optimizer = make_optimizer(model)
@@ -70,7 +70,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Branches(nn.Module):
-    """One layer is frozen, one is never used, one only if a sample asks for it."""
+    """One layer is frozen, one is never used, and one is used only by some samples."""
 
     def __init__(self, threshold: float) -> None:
         super().__init__()
@@ -89,10 +89,8 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make_optimizer", [adamw, momentum])
 @pytest.mark.parametrize("threshold", [0.8, 100.0])
-def test_parameters_without_gradient_stay_where_the_full_batch_leaves_them(
-    way: str, make_optimizer: Any, threshold: float
-) -> None:
-    assert 0 < (data()[0][:, 0] > 0.8).sum() < 4  # so that some micro-batches ask and some do not
+def test_parameters_without_gradient_match_the_full_batch(way: str, make_optimizer: Any, threshold: float) -> None:
+    assert 0 < (data()[0][:, 0] > 0.8).sum() < 4  # so that only some micro-batches use it
     full, ours = (train(lambda: Branches(threshold), make_optimizer, mse, data(), w) for w in ("full", way))
     assert_same(ours, full)
     torch.manual_seed(0)
@@ -118,7 +116,7 @@ def tokens() -> Batch:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", ["SparseAdam", "SGD", "Adagrad"])
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad makes them unchecked
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad creates them without checks
 def test_sparse_gradients_stay_sparse(way: str, optimizer: str) -> None:
     seen = []
 
@@ -136,7 +134,7 @@ def test_sparse_gradients_stay_sparse(way: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sparse_gradients_are_clipped_by_their_summed_rows(way: str) -> None:
-    """Entries of the same row add up before they are measured, as in the dense gradient."""
+    """Entries of the same row are summed before the norm is taken, as in the dense gradient."""
     torch.manual_seed(0)
     dense = nn.Embedding(9, 4, dtype=torch.float64)
     ids, target = tokens()
@@ -247,7 +245,7 @@ def test_a_compiled_model(way: str) -> None:
     assert_same(ours, full)
 
 
-def test_parameters_of_the_loss_itself_are_trained_too() -> None:
+def test_parameters_of_the_loss_are_trained_too() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -285,7 +283,7 @@ def micro_gradients(model: nn.Module, micro_batches: list[Batch]) -> list[Tensor
 
 
 def accumulation_errors(dtype: torch.dtype, num: int = 64, by_hook: bool = False) -> dict[str, float]:
-    """How far the gradient that reaches the optimizer is from adding up in float32: ours, and plain .grad."""
+    """The error of the gradient that reaches the optimizer against float32 sums: ours, and plain .grad."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4)).to(dtype)
     x, y = data(4 * num, dtype)
@@ -350,7 +348,7 @@ def test_at_most_one_wide_buffer_per_parameter() -> None:
     assert accumulator.flush().is_applied
 
 
-def test_a_wider_accumulator_on_demand() -> None:
+def test_accumulate_dtype_widens_the_sums() -> None:
     model = nn.Linear(6, 4)
     accumulator = Accumulator(
         model, torch.optim.Adam(model.parameters()), accumulation_steps=9, accumulate_dtype=torch.float64
@@ -392,7 +390,7 @@ def smooth() -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("what", ["model", "loss"])
-def test_terms_of_something_compiled_that_are_fed_one_micro_batch_at_a_time(what: str) -> None:
+def test_terms_of_a_compiled_model_one_micro_batch_at_a_time(what: str) -> None:
     torch.compiler.reset()
     model = smooth()
     is_model = what == "model"
