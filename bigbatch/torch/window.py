@@ -163,7 +163,7 @@ class PartialWindow:
         return len(self.weights.weights)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is of other parameters, which nobody has looked at."""
+        """A copy of an accumulator trains other parameters, so these marks and buffers are not its own."""
         return {**vars(self), "seen": None, "buffers": []}
 
     def share(self, weight: Terms, *, is_movable: bool) -> Terms:
