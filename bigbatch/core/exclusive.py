@@ -1,5 +1,6 @@
 """Only one call at a time may train a parameter; changes made by others are detected."""
 
+import functools
 import operator
 import os
 import threading
@@ -27,33 +28,32 @@ class _Lock:
 
 
 class _Hold:
-    """A call that holds locks inside its block: all of them, or it is refused."""
+    """A call that holds locks inside its block: all of them, or it is refused.
+
+    Nothing here waits for a lock of Python's, which Ctrl-C could leave locked for good.
+    """
 
     def __init__(self, locks: list[_Lock], call: str, replicas: Sequence[int]) -> None:
         self._locks = locks
         self._call = call
         self._replicas = replicas
         self._thread = threading.get_ident()
+        self._reference: Any = weakref.ref(self, functools.partial(_release, locks, replicas))
 
     def is_of_this_thread(self) -> bool:
         return self._thread == threading.get_ident()
 
     def __enter__(self) -> None:
-        reference = weakref.ref(self)
-        with _guard:
-            for lock in self._locks:
-                for replica in self._replicas:
-                    holder = lock.holders.get(replica, _nobody)()
-                    if lock.is_orphaned or holder is not None:
-                        raise OrderError(_refusal(self._call, lock.is_orphaned, holder))
-            for lock in self._locks:
-                for replica in self._replicas:
-                    lock.holders[replica] = reference
-
-    def __exit__(self, *_: Any) -> None:
         for lock in self._locks:
             for replica in self._replicas:
-                lock.holders.pop(replica, None)
+                holder_of = lock.holders.setdefault(replica, self._reference)  # tests and takes in one go
+                if lock.is_orphaned or holder_of is not self._reference:
+                    self.__exit__()
+                    raise OrderError(_refusal(self._call, lock.is_orphaned, holder_of()))
+
+    def __exit__(self, *_: Any) -> None:
+        _release(self._locks, self._replicas, self._reference)
+        self._reference = None  # nothing is left to release
 
 
 class Exclusive:
@@ -88,7 +88,7 @@ class Exclusive:
             new = _Lock()
             self._held = parameters
             self._lock_of = {key: known.get(key, new) for key in map(self._key, parameters)}
-            self._locks = list(dict.fromkeys(self._lock_of.values()))
+            self._locks = sorted(set(self._lock_of.values()), key=id)  # in one order: of two calls, one gets all
             _live.add(self)
 
     def hold(self, call: str, replicas: Sequence[int] = (0,)) -> _Hold:
@@ -118,8 +118,11 @@ class Exclusive:
             lock.is_orphaned = False
 
 
-def _nobody() -> None:
-    """The holder of a lock that is free."""
+def _release(locks: list[_Lock], replicas: Sequence[int], reference: "weakref.ref[_Hold]") -> None:
+    for lock in locks:
+        for replica in replicas:
+            if lock.holders.get(replica) is reference:
+                del lock.holders[replica]
 
 
 def _refusal(call: str, is_orphaned: bool, holder: _Hold | None) -> str:
