@@ -342,7 +342,7 @@ class Accumulator:
                 raise
             finally:
                 micro.is_over = True
-            if num >= num_wanted:
+            if len(window.losses) >= num_wanted:
                 micro.step = self._close(is_ending=False)
             else:
                 window.seen = self._gradients.marks()  # what a pass does to parameters is the model's own business
