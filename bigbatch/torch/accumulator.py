@@ -136,17 +136,8 @@ class Accumulator:
         self.scaler = self._precision.scaler
         self._ranks = ranks_of(model, self._gradients, group, reduce)
         self._nonfinite = NonFinite(on_nonfinite, max_skipped)
-        self._update = Update(
-            optimizer,
-            self._gradients,
-            self._precision,
-            self._ranks,
-            self._nonfinite,
-            reduction,
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-            scheduler=scheduler,
-        )
+        self._update = Update(optimizer, self._gradients, self._precision, self._ranks, self._nonfinite, reduction)
+        self.clip_norm, self.clip_value, self.scheduler = clip_norm, clip_value, scheduler
         self._transfer = transfer_for(parameters)
         self._time_axis = TimeAxis(model, can_run_twice=not self._ranks.is_shared)
         self._eager = Backward(model, self._gradients, self._precision, self._ranks, self._transfer, self._time_axis)
@@ -210,8 +201,9 @@ class Accumulator:
                     losses.append(self._backward(self.loss, micro_batch, weight, shares, buffer))
                 if self.is_interrupted and number + 1 < len(passes) and not is_shared:
                     break
-            for number in range(len(passes), max(agreed().num_passes) if self._ranks.is_sharded else 0):
-                with self._passing(number, cut, agreed):
+            num_passes = max(agreed().num_passes) if self._ranks.is_sharded else 0  # parameters are gathered in each
+            for number in range(len(passes), num_passes):
+                with self._ranks.passing(is_last=number == num_passes - 1):
                     self._eager.add_nothing(self.loss, buffer)
             if is_shared:
                 self._reduce(buffer, agreed(), is_whole=cut.is_whole(*cut.pass_weights))
@@ -264,10 +256,9 @@ class Accumulator:
 
     def _passing(self, number: int, cut: Cut, agreed: Agreed) -> AbstractContextManager[None]:
         """Around one micro-batch of a model that ranks train together: the last one reduces, if it can."""
-        num_own = len(cut.passes)
-        is_whole = number >= num_own or cut.is_whole(cut.pass_weights[number])
-        is_captured = number < num_own and self._captured is not None and self._captured.is_on
-        is_last = not is_captured and self._ranks.is_last(number, num_own, agreed, is_whole=is_whole)
+        is_captured = self._captured is not None and self._captured.is_on
+        is_whole = cut.is_whole(cut.pass_weights[number])
+        is_last = not is_captured and self._ranks.is_last(number, len(cut.passes), agreed, is_whole=is_whole)
         return self._ranks.passing(is_last=is_last)
 
     def _reduce(self, buffer: GradientBuffer, totals: Totals, *, is_whole: bool) -> None:
@@ -351,7 +342,7 @@ class Accumulator:
                 raise
             finally:
                 micro.is_over = True
-            if num >= num_wanted:
+            if len(window.losses) >= num_wanted:
                 micro.step = self._close(is_ending=False)
             else:
                 window.seen = self._gradients.marks()  # what a pass does to parameters is the model's own business

@@ -1,6 +1,7 @@
 """Forward and backward of one micro-batch, which add its share of the gradient to the sums of the window."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -114,9 +115,7 @@ class Backward:
 
     def forward(self, loss: Loss, micro_batch: Any) -> Terms:
         """The loss of a micro-batch, term by term."""
-        if self.precision.dtype is None:
-            return as_terms(loss(self._model, micro_batch))
-        with self.precision.autocast():
+        with self.precision.autocast() if self.precision.dtype else nullcontext():
             return as_terms(loss(self._model, micro_batch))
 
     def counted(self, terms: Terms, shares: Terms) -> tuple[list[Tensor], list[Tensor]]:

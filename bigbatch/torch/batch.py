@@ -1,4 +1,4 @@
-"""A batch is any nest of tensors: its size, and how it is cut."""
+"""The size of a batch, which is any nest of tensors, and how it is cut."""
 
 import copy
 import dataclasses
@@ -19,7 +19,7 @@ from ..core.errors import BatchError
 from ..core.window import Window, check_lists, rank_slices
 
 _MIN_SAMPLES = 3
-"""A list of fewer tensors of one shape is no list of samples: two are an input and its target."""
+"""A list of fewer tensors of one shape is not taken for a list of samples: two are an input and its target."""
 _REMEDY = (
     "; pass what belongs to no sample to the loss in another way, and feed lists with an item for each sample (the "
     "boxes of each image) to step() as a Window of micro-batches, with weight=…"
@@ -103,7 +103,7 @@ def _items(nest: Any, name: str) -> list[tuple[str, Any]] | None:
 
 
 def is_row(nest: Any) -> bool:
-    """Whether this is a plain tuple of tensors: the usual case, which is handled without recursion."""
+    """Whether this is a plain tuple of tensors, the usual case, which needs no recursion."""
     return type(nest) is tuple and set(map(type, nest)) == {Tensor}
 
 
@@ -117,7 +117,7 @@ def _is_dataclass(nest: Any) -> bool:
 
 
 def is_empty(batch: Any) -> bool:
-    """Whether this is no data: None, a window without micro-batches, or tensors without samples."""
+    """Whether there is no data: None, a window without micro-batches, or tensors without samples."""
     if batch is None or isinstance(batch, Window):
         return not batch
     found = tensors(batch)
@@ -147,7 +147,7 @@ def batch_size(batch: Any, name: str = "batch") -> int:
 
 
 def _refuse_packed(batch: Any, name: str) -> None:
-    """A PackedSequence has rows for time steps, each with fewer samples than the one before."""
+    """Raises for a PackedSequence: its rows are time steps, each with fewer samples than the one before."""
     if isinstance(batch, PackedSequence):
         raise BatchError(
             f"the {name} is a PackedSequence of {len(batch.batch_sizes)} times, which has no axis of samples: pass "
@@ -189,8 +189,8 @@ def cut(batch: Any, micro_batch_size: int, *, is_one_too_few: bool = False) -> t
     Args:
         batch: A nest of tensors.
         micro_batch_size: The size of all micro-batches but the last, which has the rest.
-        is_one_too_few: Whether a micro-batch of one sample is to be avoided, from which BatchNorm has no statistics:
-            the last two are then one sample shorter and one longer.
+        is_one_too_few: Whether to avoid a micro-batch of one sample, from which BatchNorm has no statistics: the last
+            two are then one sample shorter and one longer.
     """
     size = batch_size(batch)
     if micro_batch_size == 1:
@@ -206,7 +206,7 @@ def cut(batch: Any, micro_batch_size: int, *, is_one_too_few: bool = False) -> t
 
 
 def detached(batch: Any) -> Any:
-    """Tensors in the same memory that are no views to autograd, so that a loss may write parameters into them."""
+    """Tensors in the same memory that autograd does not see as views, so that a loss may write parameters into them."""
     return map_tensors(Tensor.detach, batch)
 
 

@@ -1,4 +1,4 @@
-"""Every private torch API that bigbatch touches, once each, with the reason.
+"""Every private torch API that bigbatch uses, with the reason.
 
 All of them were read in torch 2.11 and 2.13; a comment names the version where it matters. `torch._foreach_*` is left
 out: its names are private, but torch documents it.

@@ -23,7 +23,7 @@ _ASK = "pass what Accumulator.state_dict gave"
 
 @dataclass
 class SavedState:
-    """A saved state, checked: what an accumulator takes up."""
+    """A saved state that was read and checked, for an accumulator to continue from."""
 
     num_steps: int
     skipped: dict[str, Any]
@@ -32,7 +32,7 @@ class SavedState:
 
     @classmethod
     def read(cls, state: Any, scaler: Any, ranks: Ranks, gradients: Gradients, reduction: Reduction) -> "SavedState":
-        """Raises StateError if the state is none, or of another accumulator."""
+        """Raises StateError if this is not a state, or if it does not fit this accumulator."""
         if not isinstance(state, dict):
             raise StateError(f"the state is a {type(state).__name__}: {_ASK}")
         if missing := {"num_steps", "scaler", "window"} - set(state):
@@ -57,7 +57,7 @@ class SavedState:
 
 
 def _window_state(window: PartialWindow, parameters: list[Tensor]) -> _WindowState:
-    """Copies, so that further micro-batches do not change what was saved."""
+    """A window as it is saved. Gradients are copied, so that further micro-batches do not change them."""
     number = {p: k for k, p in enumerate(parameters)}
     return {
         "reduction": window.weights.reduction,
@@ -74,7 +74,7 @@ def _window_state(window: PartialWindow, parameters: list[Tensor]) -> _WindowSta
 
 
 def _load_window(state: _WindowState, gradients: Gradients, reduction: Reduction) -> PartialWindow:
-    """The opposite; raises StateError if the window is of other parameters or options."""
+    """A window from what was saved; raises StateError if it has other parameters or options."""
     parameters = gradients.parameters
     shapes = [tuple(local(p).shape) for p in parameters]
     if state["reduction"] != reduction:

@@ -1,4 +1,4 @@
-"""A batch on the host: each micro-batch is copied to the device while the one before it computes."""
+"""Batches on the host: each micro-batch is copied to the device while the one before it computes."""
 
 import functools
 from collections.abc import Iterator, Sequence

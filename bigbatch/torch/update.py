@@ -51,12 +51,8 @@ class Update:
         ranks: Ranks,
         nonfinite: NonFinite,
         reduction: Reduction,
-        *,
-        clip_norm: float | None,
-        clip_value: float | None,
-        scheduler: Any,
     ) -> None:
-        self.clip_norm, self.clip_value, self.scheduler = clip_norm, clip_value, scheduler
+        self.clip_norm = self.clip_value = self.scheduler = None
         self.num_steps = 0
         self.captured_optimizer: CapturedOptimizer | None = None
         self._optimizer = optimizer

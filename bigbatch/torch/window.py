@@ -155,7 +155,7 @@ class PartialWindow:
     @classmethod
     def of_step(cls, cut: Cut) -> "PartialWindow":
         """One whose micro-batches are all known."""
-        weights = Weights(cut.reduction, tuple([1.0 for _ in cut.weights[0]]) if cut.weights else (1.0,))
+        weights = Weights(cut.reduction)
         weights.weights = cut.weights
         return cls(weights, [Sums()], is_of_step=True)
 
@@ -163,7 +163,7 @@ class PartialWindow:
         return len(self.weights.weights)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is of other parameters, which nobody has looked at."""
+        """A copy of an accumulator trains other parameters, so these marks and buffers are not its own."""
         return {**vars(self), "seen": None, "buffers": []}
 
     def share(self, weight: Terms, *, is_movable: bool) -> Terms:
@@ -217,13 +217,12 @@ class PartialWindow:
     def check_same(self, weights: Sequence[Terms]) -> None:
         """Raises OrderError if this is another batch than the one that was interrupted."""
         remedy = "pass the same batch to go on, or call forget() to drop what was interrupted"
-        own = self.weights.weights
-        if len(own) != len(weights):
+        if len(self) != len(weights):
             raise OrderError(
-                f"the batch had {len(own)} micro-batches when the step was interrupted, now it has {len(weights)}: "
+                f"the batch had {len(self)} micro-batches when the step was interrupted, now it has {len(weights)}: "
                 f"{remedy}"
             )
-        for number, (before, now) in enumerate(zip(own, weights, strict=True), 1):
+        for number, (before, now) in enumerate(zip(self.weights.weights, weights, strict=True), 1):
             if before != now:
                 raise OrderError(
                     f"micro-batch {number} had the weight {from_terms(before)} when the step was interrupted, now it "
@@ -232,9 +231,8 @@ class PartialWindow:
 
     def check_unchanged(self, now: list[int]) -> None:
         """Raises OrderError if the parameters have changed: gradients of two models do not add up."""
-        if self.seen is not None:
-            self._check_number(self.seen[0], now[0])
         if self.seen is not None and self.seen != now:
+            self._check_number(self.seen[0], now[0])
             raise OrderError(
                 f"the parameters were changed in the middle of a window of {len(self)} micro-batches (by another "
                 "accumulator, optimizer.step() or load_state_dict()), so its gradient would be that of two models: "
@@ -252,9 +250,8 @@ class PartialWindow:
     def check_trainable(self, parameters: Sequence[Tensor]) -> None:
         """Raises OrderError if parameters were frozen or unfrozen since the micro-batch before."""
         now = list(map(_REQUIRES_GRAD, parameters))
-        if self.trainable is not None:
-            self._check_number(len(self.trainable), len(now))
         if self.trainable is not None and self.trainable != now:
+            self._check_number(len(self.trainable), len(now))
             num = sum(map(operator.ne, self.trainable, now))
             raise OrderError(
                 f"{num} of {len(parameters)} parameters were frozen or unfrozen in the middle of a window of "
@@ -282,10 +279,8 @@ class MicroBatch:
 
     def __init__(self, feed: Callable[["MicroBatch", Any], None]) -> None:
         self._feed = feed
-        self.has_begun = False
-        """Whether something may have been added."""
-        self.is_fed = False
-        """Whether all of it was."""
+        self.has_begun = False  # something may have been added
+        self.is_fed = False  # all of it was
         self.is_over = False
         self.step: Step | None = None
 

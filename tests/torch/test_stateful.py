@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from bigbatch import BigBatchError, BigBatchWarning, Interrupted, NonFiniteError, OrderError, Step, Window
 from bigbatch.core.weight import as_terms
 from bigbatch.torch import Accumulator
+from bigbatch.torch.backward import Backward
 from tests.examples import examples
 
 LIMIT = 1e-9
@@ -480,20 +481,22 @@ class StartsAnew(Accumulator):
         return super()._accumulate(cut, window, agreed)
 
 
+class UnawareBackward(Backward):
+    """Takes a micro-batch whose backward pass failed for one that was added."""
+
+    def feed(self, window: Any, weight: Any, micro: Any, losses: Any) -> None:
+        try:
+            super().feed(window, weight, micro, losses)
+        finally:
+            micro.is_fed = micro.has_begun
+
+
 class Unaware(Accumulator):
     """Continues a window whose backward pass failed."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        feed = self._eager.feed
-
-        def unaware(window: Any, weight: Any, micro: Any, losses: Any) -> None:
-            try:
-                feed(window, weight, micro, losses)
-            finally:
-                micro.is_fed = micro.has_begun
-
-        self._eager.feed = unaware
+        self._eager.__class__ = UnawareBackward
 
 
 class Hasty(Accumulator):

@@ -46,7 +46,9 @@ class DataParallel(Shared):
             for name, p in model.module.named_parameters()
             if p.requires_grad and name not in model.parameters_to_ignore
         }
-        self._sparse = _sparse_parameters(model)
+        embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+        self._sparse: set[Tensor] = {m.weight for m in embeddings if m.sparse}
+        """The parameters whose gradients DDP expects to be sparse."""
         self._used: list[Tensor] = []
         """A parameter that had a gradient in the last window."""
         self._others = Others(model)
@@ -225,8 +227,3 @@ def _zero(parameter: Tensor, *, is_sparse: bool) -> Tensor:
         values = parameter.new_zeros(0, *parameter.shape[1:])
         return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
     return parameter.new_zeros(()).expand(parameter.shape)
-
-
-def _sparse_parameters(model: nn.Module) -> set[Tensor]:
-    """The parameters whose gradients DDP expects to be sparse."""
-    return {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}

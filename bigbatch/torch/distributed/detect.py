@@ -34,8 +34,11 @@ def ranks_of(model: nn.Module, gradients: Gradients, group: dist.ProcessGroup | 
         from .fsdp import Sharded
 
         return Sharded(inner, gradients, group, reduce)
-    if kinds := [kind for kind in _REMEDY if kind in _kinds_in(model)]:
-        raise OptionError(f"{kinds[0]} {_REMEDY[kinds[0]]}")
+    parts: list[Any] = [*model.modules(), *model.parameters()]
+    kinds = {kind.__name__ for part in parts for kind in type(part).__mro__}
+    for kind, remedy in _REMEDY.items():
+        if kind in kinds:
+            raise OptionError(f"{kind} {remedy}")
     if group is not None:
         raise OptionError(
             f"group has {dist.get_world_size(group)} ranks but the model is a plain {type(model).__name__}: wrap it in "
@@ -47,9 +50,3 @@ def ranks_of(model: nn.Module, gradients: Gradients, group: dist.ProcessGroup | 
             "wrap it in DistributedDataParallel, or call fully_shard, to train it together"
         )
     return Ranks()
-
-
-def _kinds_in(model: nn.Module) -> set[str]:
-    """The names of all classes of its modules and parameters, base classes included."""
-    parts: list[Any] = [*model.modules(), *model.parameters()]
-    return {kind.__name__ for part in parts for kind in type(part).__mro__}

@@ -116,7 +116,7 @@ class Sharded(Shared):
             self.spare = map_tensors(lambda tensor: tensor.to(self._device), found[0])
 
     def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool) -> bool:
-        return number >= num_own - 1 and number == max(agreed().num_passes) - 1
+        return number == max(agreed().num_passes) - 1
 
     @contextmanager
     def passing(self, *, is_last: bool) -> Iterator[None]:

@@ -128,8 +128,10 @@ class Shared(Ranks):
         self._reduced: set[Tensor] = set()
         """The parameters whose gradients are reduced."""
         # Counts are exchanged on the host, so that no rank waits for its device
-        has_host = "cpu" in dist.get_backend_config(group)
-        self._host_group = group if has_host else _host_group(group)
+        self._host_group: Any = group
+        if "cpu" not in dist.get_backend_config(group):
+            ranks = dist.get_process_group_ranks(group)
+            self._host_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
     def agree(self, counts: LocalCounts) -> Agreed:
         self._is_reduced = False
@@ -191,10 +193,6 @@ class Shared(Ranks):
             return tuple(sums.tolist())
 
         return fetch
-
-
-def _host_group(group: dist.ProcessGroup) -> Any:
-    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
 
 
 def check_group(group: dist.ProcessGroup | None, own: dist.ProcessGroup) -> None:
