@@ -100,11 +100,9 @@ _fields_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def parse(kind: Any, value: Any) -> Any:
-    """Returns a value read from JSON as this type; raises ValueError if it is something else.
+    """Returns a value from JSON as a dataclass, or as the type of a field; raises ValueError if it is something else.
 
-    Args:
-        kind: A dataclass, or a type that the fields of one are annotated with.
-        value: What `json.loads` returned. Keys that a dataclass does not have are ignored.
+    Keys that a dataclass does not have are ignored.
     """
     if kind is Any:
         return value

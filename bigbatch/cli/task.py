@@ -81,12 +81,7 @@ def their_own_errors() -> Iterator[None]:
 
 
 def call_with(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """Calls a function with those arguments that it takes.
-
-    Args:
-        function: The function of a task.
-        given: The arguments by name. If the function's first parameter has another name, it gets the first of them.
-    """
+    """Calls a function with those arguments that it takes; a first parameter of another name gets the first of them."""
     parameters = list(inspect.signature(function).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return function(**given)
@@ -100,12 +95,7 @@ def call_with(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
 
 
 def load_task(name: str, framework: str | None) -> Task:
-    """Loads and checks the task with this name or path.
-
-    Args:
-        name: The name of a built-in task, or the path of a Python file.
-        framework: Which version of a built-in task; PyTorch by default. A file trains with the framework it imports.
-    """
+    """Loads and checks the task with this name or path; `framework` is for built-in tasks."""
     if name in _BUILT_IN:
         framework = framework or "torch"
         if framework not in FRAMEWORKS:

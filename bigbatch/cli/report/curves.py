@@ -191,7 +191,7 @@ def _throughput(ours: Sequence[_Series], series: Sequence[_Series]) -> _Plot:
 
 
 def _rates(records: Sequence[Record]) -> tuple[list[float], list[float]]:
-    """Samples per second over stretches of steps. A stretch in which no time passed, or nobody knows, is left out."""
+    """Samples per second over stretches of steps. Stretches without a known time are left out."""
     length = max(1, math.ceil((len(records) - 1) / _NUM_STRETCHES))
     steps, rates = [], []
     for start, end in pairwise([*range(0, len(records), length)]):

@@ -51,15 +51,10 @@ class _Verdict:
 
 @dataclass(frozen=True)
 class _Measure:
-    """A figure that accumulated and full-batch training both have.
-
-    Args:
-        key: Its place in summary.json: the name of a field, or "scores." and the name of a score.
-        label: Its name in a table.
-        write: Writes its value; None is "not known".
-    """
+    """A figure that accumulated and full-batch training both have."""
 
     key: str
+    """Its place in summary.json: the name of a field, or "scores." and the name of a score."""
     label: str
     write: Callable[[Any], str]
 

@@ -17,10 +17,6 @@ class Batches:
 
     Batches draw from a stream of random numbers that the model does not share, so they can be repeated without
     repeating the steps between them. Each batch is drawn one ahead, to know which one is the last.
-
-    Args:
-        task: The task that makes them.
-        config: Its batch size and seed.
     """
 
     def __init__(self, task: Task, config: Config) -> None:

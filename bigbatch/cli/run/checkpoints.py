@@ -25,23 +25,14 @@ class Progress:
 class RunCheckpoints(Resumable):
     """Saves the engine, the progress and the history of a run, with the random numbers of every framework in use.
 
-    Args:
-        folder: The run folder.
-        engine: What trains.
-        config: How often to save.
-        done: How far the run has come. It is changed in place when a checkpoint is loaded.
-        is_read_only: Whether another rank does the saving.
+    `done` is changed in place when a checkpoint is loaded. `is_read_only` is for ranks that leave the saving to rank 0.
     """
 
     def __init__(
         self, folder: RunFolder, engine: Engine, config: Config, done: Progress, *, is_read_only: bool
     ) -> None:
-        super().__init__(
-            folder.path / CHECKPOINTS,
-            every=config.checkpoint_every,
-            to_array=engine.to_array,
-            from_array=engine.from_array,
-        )
+        path, every = folder.path / CHECKPOINTS, config.checkpoint_every
+        super().__init__(path, every=every, to_array=engine.to_array, from_array=engine.from_array)
         self._folder, self._engine, self._done = folder, engine, done
         self._store.is_read_only = is_read_only
         self.saved_history = b""

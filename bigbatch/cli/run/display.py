@@ -19,11 +19,7 @@ _LINE_EVERY = 5.0
 
 
 class Screen:
-    """Shows a run on stderr.
-
-    Args:
-        is_quiet: Whether to show nothing.
-    """
+    """Shows a run on stderr."""
 
     def __init__(self, *, is_quiet: bool = False) -> None:
         self.console = Console(stderr=True, quiet=is_quiet, highlight=False)
@@ -45,13 +41,7 @@ class Screen:
         self._bar = self._progress.add_task(name, total=total, completed=completed, figures="")
 
     def step(self, record: Record, num_samples: int, peak_bytes: int | None) -> None:
-        """Shows a step.
-
-        Args:
-            record: The step.
-            num_samples: How many samples the run has seen so far.
-            peak_bytes: The peak memory so far.
-        """
+        """Shows a step, with the samples and the peak memory of the run so far."""
         num_steps, figures = record.step + 1, _figures(record, num_samples, peak_bytes)
         if self._progress is not None:
             self._progress.update(self._bar, completed=num_steps, figures=figures)

@@ -47,11 +47,7 @@ def kept() -> Iterator[None]:
 
 
 class Stream:
-    """A sequence of random numbers that does not depend on what is drawn outside of it.
-
-    Args:
-        number: Its seed.
-    """
+    """A seeded sequence of random numbers that does not depend on what is drawn outside of it."""
 
     def __init__(self, number: int) -> None:
         with kept():

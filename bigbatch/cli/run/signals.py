@@ -17,9 +17,7 @@ _SIGNALS = [
 class Interruption:
     """While training: the first signal asks the run to save and end, on all ranks. A second one ends it at once.
 
-    Args:
-        on_first: Called at the first signal.
-        on_second: Called at the second signal, before the process ends.
+    `on_first` is called at the first signal, `on_second` at the second, before the process ends.
     """
 
     def __init__(self, on_first: Callable[[], None], on_second: Callable[[], None]) -> None:

@@ -8,11 +8,7 @@ from ..summary import Record
 
 
 class EventFile:
-    """An event file with the loss, the gradient norm and the learning rate of each step.
-
-    Args:
-        folder: Where to write it.
-    """
+    """An event file with the loss, the gradient norm and the learning rate of each step."""
 
     def __init__(self, folder: Path) -> None:
         try:

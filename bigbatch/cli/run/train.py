@@ -27,15 +27,7 @@ from .tensorboard import EventFile
 
 
 class _Training:
-    """A run, from its first step or from its newest checkpoint.
-
-    Args:
-        task: What to train.
-        config: How to train it.
-        folder: Where to write.
-        screen: Where to show it.
-        ranks: The processes that train together.
-    """
+    """A run, from its first step or from its newest checkpoint."""
 
     def __init__(self, task: Task, config: Config, folder: RunFolder, screen: Screen, ranks: Ranks) -> None:
         self.task, self.config, self.folder, self.screen, self.ranks = task, config, folder, screen, ranks
