@@ -9,9 +9,10 @@ import numpy as np
 import tensorflow as tf
 from ml_dtypes import finfo
 
+from ...core.batch import batch_norm_causes
 from ...core.errors import BigBatchWarning, OptionError
-from ...core.verify.trial import Array, Gradient, Loop, Rows
-from ...core.weight import Reduction, Terms, as_terms, shares, totals
+from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
+from ...core.weight import Reduction, Terms, as_terms, shares
 from ...core.window import Window, cuts
 from ..accumulator import Accumulator
 from ..backward import Loss, Weight
@@ -94,9 +95,7 @@ class Trial:
         )
 
     def right_scales(self) -> Array:
-        weights = list(map(self._weight_of, self.micro_batches))
-        total = totals(weights)
-        return np.array([shares(weight, total, self.reduction) for weight in weights])
+        return scales_of([*map(self._weight_of, self.micro_batches)], self.reduction)
 
     def _weight_of(self, batch: Any) -> Terms:
         if self.weight is None:
@@ -118,12 +117,8 @@ class Trial:
         ]
 
     def layer_causes(self) -> list[str]:
-        if not (names := [layer.name for layer in batch_norms(self.model)]):
-            return []
-        return [
-            f"BatchNormalization in training mode ({', '.join(names)}) normalises by the micro-batch instead of the "
-            "batch: freeze it, or use GroupNormalization or LayerNormalization"
-        ]
+        names = [layer.name for layer in batch_norms(self.model)]
+        return batch_norm_causes(names, "freeze them", layer="BatchNormalization")
 
     def quiet(self) -> AbstractContextManager[None]:
         return with_value(batch_norms(self.model), "trainable", False)  # then it uses its moving statistics
