@@ -13,7 +13,7 @@ from ...core.verify.compare import Loop, audit, audit_loop
 from ...core.verify.result import Verification
 from ...core.weight import Reduction, check_reduction
 from ..auxiliary import AuxSpec
-from ..batch import as_numbers, take_apart
+from ..batch import as_numbers, split_arguments
 from ..keys import Rng
 from ..window import Loss, Spec
 from .trial import Trial
@@ -62,7 +62,7 @@ def verify(
 
     def compare(given: Any) -> Verification:
         positional, named = given
-        form, (own,), arrays = take_apart(positional, named, (0,), numbers)
+        form, (own,), arrays = split_arguments(positional, named, (0,), numbers)
         trial = Trial(spec, form, own, arrays)
         return audit(trial, tolerance) if step is None else audit_loop(trial, step, tolerance)
 
