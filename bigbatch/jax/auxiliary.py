@@ -15,7 +15,7 @@ _WAYS = ("auto", "concatenate", "sum", "mean")
 
 
 @dataclass(frozen=True)
-class Combine:
+class _Combine:
     """How each leaf of aux is combined."""
 
     structure: Any
@@ -52,32 +52,26 @@ class AuxSpec:
             check_choice("aux", word, _WAYS)
         return cls(structure, tuple(words))
 
-    def ways(self, like: Any) -> list[str]:
-        """The word for each leaf of aux; raises OptionError if the pytrees do not fit."""
+    def combine(self, like: Any, longer: Any, size: int) -> _Combine:
+        """How to combine each leaf. "auto" concatenates rows, adds up integers and takes the mean of the rest.
+
+        Args:
+            like: The shapes of aux for `size` samples.
+            longer: The shapes of aux for twice as many samples: a leaf that is longer has a row for each sample.
+            size: The size of a micro-batch.
+        """
+        leaves, structure = jax.tree.flatten_with_path(like)
         aux = jax.tree.unflatten(self.structure, self.words)
         try:
-            return list(jax.tree.leaves(jax.tree.broadcast(aux, like)))
+            words = jax.tree.leaves(jax.tree.broadcast(aux, like))
         except ValueError as error:
             raise OptionError(
-                f"aux is {aux} but the loss returns {jax.tree.structure(like)}: "
-                "pass one word for all of it, or a pytree of the same structure"
+                f"aux is {aux} but the loss returns {structure}: pass one word for all of it, or a pytree of the same "
+                "structure"
             ) from error
-
-
-def combine(spec: AuxSpec, like: Any, longer: Any, size: int) -> Combine:
-    """How to combine each leaf. "auto" concatenates rows, adds up integers and takes the weighted mean of the rest.
-
-    Args:
-        spec: The option `aux`.
-        like: The shapes of aux for `size` samples.
-        longer: The shapes of aux for twice as many samples: a leaf that is longer has a row for each sample.
-        size: The size of a micro-batch.
-    """
-    leaves, structure = jax.tree.flatten_with_path(like)
-    parts = zip(leaves, jax.tree.leaves(longer), spec.ways(like), strict=True)
-    return Combine(
-        structure, tuple(_way_of(f"aux{keystr(path)}", leaf, more, word, size) for (path, leaf), more, word in parts)
-    )
+        each = zip(leaves, jax.tree.leaves(longer), words, strict=True)
+        ways = [_way_of(f"aux{keystr(path)}", leaf, more, word, size) for (path, leaf), more, word in each]
+        return _Combine(structure, tuple(ways))
 
 
 def _way_of(name: str, leaf: Any, more: Any, word: str, size: int) -> str:

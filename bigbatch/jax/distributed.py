@@ -27,8 +27,8 @@ class Placement:
     is_guess: bool = False
     """Whether the axes were guessed: inside of `jit`, automatic axes do not show what is spread over them."""
 
-    def share(self, micro_batch_size: int, num_samples: int) -> int:
-        """How many samples of each micro-batch one device has; every device takes part in every micro-batch."""
+    def local_size(self, micro_batch_size: int, num_samples: int) -> int:
+        """How many samples of a micro-batch each device has; all devices take part in every micro-batch."""
         num = _num_devices(self.mesh, self.axes)
         over = f"the {num} devices of {', '.join(self.axes)}"
         if num_samples % num:
@@ -72,7 +72,7 @@ def _guess(rows: Sequence[Any], micro_batch_size: int) -> Placement | None:
         axes = tuple(axis for axis in axes if axis in _BATCH_AXES)
     placement = Placement(mesh, axes, is_guess=True)
     try:
-        placement.share(micro_batch_size, rows[0].shape[0])
+        placement.local_size(micro_batch_size, rows[0].shape[0])
     except (BatchError, OptionError):  # a guess is no reason to ask the user for other sizes
         return None
     return placement if axes else None
@@ -88,7 +88,7 @@ def _as_placement(sharding: Any) -> Placement | None:
     if isinstance(sharding, NamedSharding):
         mesh, spec = sharding.mesh, sharding.spec
     else:
-        mesh = current_mesh()
+        mesh = jax.sharding.get_abstract_mesh()
         spec = sharding if isinstance(sharding, PartitionSpec) else PartitionSpec(sharding)
         if mesh.empty:
             raise OptionError(
@@ -101,11 +101,6 @@ def _as_placement(sharding: Any) -> Placement | None:
     return _spread_over(mesh, axes)
 
 
-def current_mesh() -> Any:
-    """The mesh set by `jax.set_mesh`."""
-    return jax.sharding.get_abstract_mesh()
-
-
 def _placement_of(row: Any) -> Placement | None:
     if isinstance(getattr(row, "sharding", None), SingleDeviceSharding):
         return None
@@ -115,7 +110,7 @@ def _placement_of(row: Any) -> Placement | None:
 
 def _spread_over(mesh: Any, axes: Axes) -> Placement | None:
     """The placement, or None if these axes have one device, or if this is inside of a `shard_map` over them."""
-    if any(axis in current_mesh().manual_axes for axis in axes):
+    if any(axis in jax.sharding.get_abstract_mesh().manual_axes for axis in axes):
         return None
     return Placement(mesh, axes) if _num_devices(mesh, axes) > 1 else None
 

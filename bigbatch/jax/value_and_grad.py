@@ -15,7 +15,7 @@ from ..core.options import check_callable, check_choice, positive
 from ..core.weight import Reduction, check_reduction
 from .auxiliary import AuxSpec
 from .batch import Arrays, Form, as_numbers, num_rows, split_arguments
-from .distributed import Axes, Placement, axes_of, current_mesh, find_placement, on_mesh, spreads
+from .distributed import Axes, Placement, axes_of, find_placement, on_mesh, spreads
 from .internals import is_traced, varying
 from .keys import Rng, for_samples
 from .window import Loss, Result, Spec, WindowTrace
@@ -99,7 +99,7 @@ def value_and_grad(
         form, parameters, arrays = split_arguments(args, kwargs, numbers, cut_numbers)
         _check_parameters(parameters)
         placement, inside = None, given
-        if current_mesh().manual_axes:
+        if jax.sharding.get_abstract_mesh().manual_axes:
             inside = _axes_inside(parameters, arrays.rows) if given is None else given
         elif given is None:
             placement = find_placement(arrays.rows, sharding, size)
@@ -166,7 +166,7 @@ def _compute(
     if placement is None:
         result = on_device(spec, axes, leaves, arrays)
     else:
-        own = replace(spec, micro_batch_size=placement.share(spec.micro_batch_size, num_rows(arrays)))
+        own = replace(spec, micro_batch_size=placement.local_size(spec.micro_batch_size, num_rows(arrays)))
         result = Result(*on_mesh(placement, functools.partial(on_device, own, placement.axes), leaves, arrays))
     gradient = jax.tree.unflatten(structure, result.gradient)
     if not spec.has_aux:

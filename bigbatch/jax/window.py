@@ -10,7 +10,7 @@ from jax import lax
 
 from ..core.errors import LossError
 from ..core.weight import Reduction, as_terms, check_terms, choose, counted, is_number, share, shares
-from .auxiliary import AuxSpec, Combine, combine
+from .auxiliary import AuxSpec
 from .batch import Arrays, Form, checked_weight, num_rows
 from .distributed import Axes, Shard, add_up, vary
 from .internals import varying
@@ -127,7 +127,7 @@ class WindowTrace:
         self.terms_dtype = jnp.result_type(*(term.dtype for term in self._terms_like))
         self._dtype = jnp.promote_types(self.terms_dtype, jnp.float32)
         aux_of_more = trace(2 * self.cut.size).out_info[1] if self.spec.has_aux else None
-        self.combine: Combine = combine(self.spec.aux, self._aux_like, aux_of_more, self.cut.size)
+        self.combine = self.spec.aux.combine(self._aux_like, aux_of_more, self.cut.size)
         is_mean = self.spec.reduction == "mean"
         self._has_totals = self.spec.weight is not None and self.num_terms > 1 and is_mean
         self._is_divided = is_mean and not self._has_totals
