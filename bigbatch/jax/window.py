@@ -99,12 +99,13 @@ class WindowTrace:
         totals = self._totals()
 
         def body(sums: _Sums, number: Any, size: int) -> tuple[_Sums, list[Any]]:
-            micro_batch = self.micro_batch(number, size)
-            return self._add(sums, parameters, micro_batch, self.weights(micro_batch), totals)
+            micro_batch = self.micro_batch(number, size)  # cut
+            weights = self.weights(micro_batch)
+            return self._add(sums, parameters, micro_batch, weights, totals)  # the gradient, times its share
 
         sums, rows = self.cut.loop(body, self._zeros(parameters))
-        sums = self._reduce(sums, shards)
-        return self._finish(sums, totals, self.cut.join(rows), parameters)
+        sums = self._reduce(sums, shards)  # over the devices, once
+        return self._finish(sums, totals, self.cut.join(rows), parameters)  # divide by the total
 
     # --- before the loop -------------------------------------------------------------------------------------
 
@@ -112,8 +113,12 @@ class WindowTrace:
         """Traces the loss without running it: finds out what it returns, and raises if it cannot be accumulated."""
         micro_batch = self.micro_batch(0, self.cut.size)
 
+        def loss(parameters: Any, rows: list[Any]) -> Any:
+            return self.loss(parameters, micro_batch._replace(rows=rows))
+
         def trace(num_samples: int) -> Any:
-            return self._trace(parameters, micro_batch, num_samples)
+            rows = [jax.ShapeDtypeStruct((num_samples, *row.shape[1:]), row.dtype) for row in self.arrays.rows]
+            return jax.jit(loss).trace(parameters, rows)
 
         is_cut = self.cut.size < self._num_samples
         if is_cut:
@@ -133,15 +138,6 @@ class WindowTrace:
         self._is_divided = is_mean and not self._has_totals
         weights = jax.eval_shape(lambda: [jnp.asarray(weight) for weight in self.weights(micro_batch)])
         self._weights_vary = varying(weights) | set(self.axes)
-
-    def _trace(self, parameters: Any, micro_batch: Arrays, num_samples: int) -> Any:
-        """The loss, traced with another number of samples."""
-
-        def loss(parameters: Any, rows: list[Any]) -> Any:
-            return self.loss(parameters, micro_batch._replace(rows=rows))
-
-        rows = [jax.ShapeDtypeStruct((num_samples, *row.shape[1:]), row.dtype) for row in self.arrays.rows]
-        return jax.jit(loss).trace(parameters, rows)
 
     def _check_loss(self, terms: tuple[Any, ...]) -> None:
         if not terms:
@@ -276,7 +272,7 @@ class WindowTrace:
 
     def _finish(self, sums: _Sums, totals: tuple[Any, ...], rows: list[Any], parameters: Any) -> Result:
         """The means, in the dtypes of the full batch. If the total weight is 0 the loss is NaN and its gradient 0."""
-        total = sums.weight if self.spec.weight else share(self._num_samples, self._reference)
+        total = sums.weight if self.spec.weight is not None else share(self._num_samples, self._reference)
 
         def mean(sums: Any) -> Any:
             return share(sums, total, _where(total)) if self._is_divided else sums
