@@ -60,15 +60,8 @@ class Form:
             return False
         return True
 
-    def bind(self, parameters: tuple[Any, ...], arrays: Arrays) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments to call the loss with."""
-        args, kwargs = self.fill(arrays)
-        for number, parameter in zip(self.argnums, parameters, strict=True):
-            args[number] = parameter
-        return tuple(args), kwargs
-
-    def fill(self, arrays: Arrays) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments, with None for parameters."""
+    def bind(self, arrays: Arrays, parameters: tuple[Any, ...] = ()) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of the loss, with None for each parameter if there are none."""
         left: dict[_Role, Any] = {
             "rows": iter(arrays.rows),
             "key": iter(arrays.keys),
@@ -76,16 +69,18 @@ class Form:
             "static": (static.value for static in self.statics),
         }
         args, kwargs = jax.tree.unflatten(self.structure, [next(left[role]) for role in self.roles])
+        for number, parameter in zip(self.argnums, parameters, strict=False):
+            args[number] = parameter
         return args, kwargs
 
     def leaves(self, arrays: Arrays) -> list[tuple[Any, _Role, Any]]:
         """The path of each leaf of the arguments, its role, and the leaf."""
-        leaves = jax.tree.leaves_with_path(self.fill(arrays), is_leaf=lambda leaf: isinstance(leaf, JAXSparse))
+        leaves = jax.tree.leaves_with_path(self.bind(arrays), is_leaf=lambda leaf: isinstance(leaf, JAXSparse))
         return [(path, role, leaf) for (path, leaf), role in zip(leaves, self.roles, strict=True)]
 
     def batch(self, arrays: Arrays) -> tuple[Any, ...]:
         """The arguments that are cut, in order."""
-        args, _ = self.bind((None,) * len(self.argnums), arrays)
+        args, _ = self.bind(arrays)
         return tuple(args[number] for number in self.batch_argnums)
 
 

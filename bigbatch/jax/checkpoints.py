@@ -86,9 +86,7 @@ class Checkpoints(Resumable):
 def tree_of(arrays: Mapping[str, np.ndarray], like: Any) -> Any:
     """The pytree whose leaves `arrays_of` returned; raises StateError if names, shapes or dtypes differ from `like`.
 
-    Args:
-        arrays: The arrays by path.
-        like: A pytree with the structure, kinds of leaves and sharding that the result gets.
+    The result has the structure, the kinds of leaves and the sharding of `like`.
     """
     wanted = by_path(like)
     if other := sorted(arrays.keys() ^ wanted.keys()):

@@ -27,9 +27,14 @@ class Placement:
     is_guess: bool = False
     """Whether the axes were guessed: inside of `jit`, automatic axes do not show what is spread over them."""
 
+    @property
+    def num_devices(self) -> int:
+        """How many devices share the samples."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
     def local_size(self, micro_batch_size: int, num_samples: int) -> int:
         """How many samples of a micro-batch each device has; all devices take part in every micro-batch."""
-        num = _num_devices(self.mesh, self.axes)
+        num = self.num_devices
         over = f"the {num} devices of {', '.join(self.axes)}"
         if num_samples % num:
             raise BatchError(
@@ -44,11 +49,6 @@ class Placement:
                 "every micro-batch takes from every device"
             )
         return micro_batch_size // num
-
-
-def _num_devices(mesh: Any, axes: Axes) -> int:
-    """How many devices share the samples."""
-    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def find_placement(rows: Sequence[Any], sharding: Any, micro_batch_size: int) -> Placement | None:
@@ -112,7 +112,8 @@ def _spread_over(mesh: Any, axes: Axes) -> Placement | None:
     """The placement, or None if these axes have one device, or if this is inside of a `shard_map` over them."""
     if any(axis in jax.sharding.get_abstract_mesh().manual_axes for axis in axes):
         return None
-    return Placement(mesh, axes) if _num_devices(mesh, axes) > 1 else None
+    placement = Placement(mesh, axes)
+    return placement if placement.num_devices > 1 else None
 
 
 def axes_of(entry: Any) -> Axes:

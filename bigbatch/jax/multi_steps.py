@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..core.errors import GradientError, LossError, OptionError, StateError, WeightError
+from ..core.errors import LossError, OptionError, StateError, WeightError
 from ..core.options import check_choice, positive
 from ..core.weight import Reduction, check_reduction, counted, is_number, share
 from .batch import checked_weight
+from .gradients import check_gradients, is_finite
 from .internals import is_traced
 
 _NonFinite = Literal["window", "micro_batch", "keep"]
@@ -148,7 +149,8 @@ def multi_steps(
     ) -> tuple[Any, _MultiStepsState]:
         if not isinstance(state, _MultiStepsState):
             raise StateError(f"the state is a {type(state).__name__}: pass the one that init() or update() returned")
-        _check_gradients(grads, state.sums)
+        remedy = "pass the gradient with respect to the parameters that init() was given"
+        check_gradients(grads, state.sums, "update() was given", remedy)
         total = _checked_weight(weight, reduction)
         function = traced if is_traced((grads, state, params, extra)) or not _are_arrays(extra) else compiled
         return function(grads, state, params, total, **extra)
@@ -278,32 +280,6 @@ def _checked_weight(weight: Any, reduction: Reduction) -> jax.Array:
     return jnp.asarray(weight, float)
 
 
-def _check_gradients(grads: Any, sums: Any) -> None:
-    """Raises GradientError unless the gradients are those of the parameters that `init` was given."""
-    remedy = "pass the gradient with respect to the parameters that init() was given"
-    ours, theirs = jax.tree.structure(sums), jax.tree.structure(grads)
-    if ours != theirs:
-        raise GradientError(f"the gradients are {theirs} but the parameters {ours}: {remedy}")
-    for (path, g), s in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(sums), strict=True):
-        if jnp.shape(g) != s.shape:
-            raise GradientError(
-                f"the gradient of {jax.tree_util.keystr(path)} has the shape {jnp.shape(g)} but the parameter "
-                f"{s.shape}: {remedy}"
-            )
-        dtype = jnp.result_type(g)
-        is_none = dtype == jax.dtypes.float0  # what allow_int=True gives for integers
-        if is_none or (_is_complex(dtype) and not _is_complex(s.dtype)):
-            kind = "float0" if is_none else dtype.name
-            raise GradientError(
-                f"the gradient of {jax.tree_util.keystr(path)} is an array of {kind} but is added up in "
-                f"{s.dtype.name}: {remedy}, and leave out what has no gradient"
-            )
-
-
-def _is_complex(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
-
-
 def _are_arrays(tree: Any) -> bool:
     """Whether a compiled function can take all of it; it cannot take a `value_fn`."""
     return all(_is_array(leaf) for leaf in jax.tree.leaves(tree))
@@ -311,11 +287,6 @@ def _are_arrays(tree: Any) -> bool:
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic) or is_number(leaf)
-
-
-def is_finite(tree: Any) -> jax.Array:
-    """Whether every number in a pytree is finite."""
-    return jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)], bool).all()
 
 
 def _as_inexact(gradient: Any) -> jax.Array:

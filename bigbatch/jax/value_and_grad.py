@@ -158,7 +158,7 @@ def _compute(
         return trace.result(jax.tree.unflatten(structure, leaves), shards)
 
     def call_loss(leaves: list[Any]) -> Any:
-        args, kwargs = form.bind(jax.tree.unflatten(structure, leaves), arrays)
+        args, kwargs = form.bind(arrays, jax.tree.unflatten(structure, leaves))
         return spec.loss(*args, **kwargs)
 
     if placement is not None and placement.is_guess and spreads(jax.make_jaxpr(call_loss)(leaves).jaxpr):

@@ -199,7 +199,7 @@ class WindowTrace:
 
     def loss(self, parameters: Any, micro_batch: Arrays) -> tuple[tuple[Any, ...], Any]:
         """The terms of the loss, and aux."""
-        args, kwargs = self.form.bind(parameters, micro_batch)
+        args, kwargs = self.form.bind(micro_batch, parameters)
         found = self.spec.loss(*args, **kwargs)
         try:
             found = jax.tree.map(jnp.asarray, found)

@@ -105,8 +105,8 @@ def test_multi_steps() -> None:
 @pytest.mark.parametrize(
     ("gradient", "message"),
     [
-        (np.ones(5) * 1j, "of complex128 but is added up in float64"),
-        (np.zeros(5, jax.dtypes.float0), "of float0 but is added up in float64"),
+        (np.ones(5) * 1j, "of complex128 for w, whose gradient adds up in float64"),
+        (np.zeros(5, jax.dtypes.float0), "of float0 for w, whose gradient adds up in float64"),
     ],
 )
 def test_gradients_of_another_kind(gradient: Any, message: str) -> None:

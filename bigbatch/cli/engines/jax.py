@@ -19,8 +19,7 @@ from ...core.window import cuts
 from ...jax import value_and_grad, verify
 from ...jax.batch import Arrays, Form, num_rows, split_arguments
 from ...jax.checkpoints import arrays_of, by_path, tree_of
-from ...jax.multi_steps import is_finite
-from ...jax.verify.trial import parameter_name
+from ...jax.gradients import is_finite, parameter_name
 from ..config import Config
 from ..errors import TaskError
 from ..task import Task, call_with, their_own_errors
@@ -67,7 +66,7 @@ class JaxEngine(Engine):
 
         Parameters and state do not change if the gradient is not finite or the total weight is zero or wrong.
         """
-        (_, batch), _ = form.bind((None,), arrays)
+        (_, batch), _ = form.bind(arrays)
         (value, found), gradient = self._value_and_grad(parameters, batch, *self._keys(number))
         found["grad_norm"] = optax.tree.norm(gradient)
         has_weight = jnp.stack([weight != 0 for weight in found["weights"]]).any()
@@ -82,10 +81,8 @@ class JaxEngine(Engine):
 
     def _loss_with_sums(self, parameters: Any, batch: Any, *keys: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The terms of the loss, and for the `Step` sums over the micro-batches."""
-        if self.config.precision == "bf16":
-            terms = as_terms(self._loss(_as_bf16(parameters), _as_bf16(batch), *keys))
-        else:
-            terms = as_terms(self._loss(parameters, batch, *keys))
+        given = parameters, batch
+        terms = as_terms(self._loss(*(_as_bf16(given) if self.config.precision == "bf16" else given), *keys))
         terms = tuple(jnp.asarray(term, jnp.promote_types(jnp.result_type(term), jnp.float32)) for term in terms)
         found = (self.num_samples(batch),) * len(terms) if self.task.weight is None else self.task.weight(batch)
         weights = [jnp.sum(jnp.asarray(weight)) for weight in as_terms(found)]

@@ -18,11 +18,8 @@ def warn_if_recurrent(trace: Callable[[int], Any], size: int) -> None:
     """Warns if each row depends on the rows before it.
 
     A scan that maps over samples, or adds up over them, can be cut anywhere. A scan that is as long as the micro-batch
-    by accident keeps its length when the micro-batch is longer.
-
-    Args:
-        trace: `trace(size)` returns the jaxpr of the loss for that many rows.
-        size: The size of the micro-batch.
+    by accident keeps its length when the micro-batch is longer. `trace(size)` returns the jaxpr of the loss for `size`
+    rows.
     """
     if not (num := _recurrent_lengths(trace(size)).count(size)):
         return

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...core.errors import GradientError, LossError
+from ...core.errors import LossError
 from ...core.verify.compare import Gradient, Loop, Rows, total_error_of
 from ...core.verify.diagnosis import Array
 from ...core.weight import shares, totals
 from ...core.window import cuts
 from ..batch import Arrays, Form, num_rows
+from ..gradients import check_gradients, parameter_name
 from ..internals import calls, dropout_off
 from ..keys import for_micro_batch, for_samples
 from ..window import Spec, WindowTrace
@@ -103,23 +104,11 @@ class Trial:
             parameters, micro_batches = jax.tree.map(jnp.array, (self.parameters, picked))
             batches = [self.window.form.batch(micro_batch) for micro_batch in micro_batches]
             found = loop(parameters, [batch[0] if len(batch) == 1 else batch for batch in batches])
-            self._check_found(found)
+            remedy = "return the gradient of the window with respect to the parameters, in their form"
+            check_gradients(found, self.parameters, "step returned", remedy)
             return self._named(found)
 
         return once(), once()
-
-    def _check_found(self, found: Any) -> None:
-        remedy = "return the gradient of the window with respect to the parameters, in their form"
-        ours, theirs = jax.tree.structure(self.parameters), jax.tree.structure(found)
-        if ours != theirs:
-            raise GradientError(f"step returned {theirs} but the parameters are {ours}: {remedy}")
-        for (path, leaf), parameter in zip(
-            jax.tree.leaves_with_path(found), jax.tree.leaves(self.parameters), strict=True
-        ):
-            own, other = jnp.shape(parameter), jnp.shape(leaf)
-            if own != other:
-                name = parameter_name(path)
-                raise GradientError(f"step returned the shape {other} for {name} of shape {own}: {remedy}")
 
     def right_scales(self) -> Array:
         return self._scales(self.window, self.micro_batches)
@@ -228,7 +217,3 @@ class Trial:
 def _micro_batches(window: WindowTrace) -> list[Arrays]:
     sizes = [part.stop - part.start for part in cuts(num_rows(window.arrays), window.cut.size)]
     return [window.micro_batch(number, size) for number, size in enumerate(sizes)]
-
-
-def parameter_name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".") or "parameters"

@@ -15,12 +15,7 @@ def check_uncut(form: Form, arrays: Arrays, num_samples: int, trace: Callable[[i
     """Raises BatchError for an uncut argument with as many rows as the batch, if the loss works with no other number.
 
     If the argument is a table that has as many rows by accident, the loss works with any number of samples.
-
-    Args:
-        form: The arguments of the loss, without their arrays.
-        arrays: The arrays among the arguments.
-        num_samples: The size of the batch.
-        trace: `trace(num_samples)` traces the loss.
+    `trace(num_samples)` traces the loss with so many.
     """
     if (error := _uncut_error(form, arrays, num_samples)) is None:
         return
@@ -39,7 +34,7 @@ def _uncut_error(form: Form, arrays: Arrays, num_samples: int) -> BatchError | N
     if num_samples < 2:
         return None
     try:
-        check_lists(list(form.bind((None,) * len(form.argnums), arrays)), num_samples)
+        check_lists(list(form.bind(arrays)), num_samples)
     except BatchError as error:
         return error
     if not (names := names_of_uncut(form, arrays, num_samples)):
