@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.errors import LossError
-from ...core.verify.compare import Gradient, Loop, Rows, total_error_of
-from ...core.verify.diagnosis import Array
-from ...core.weight import shares, totals
+from ...core.verify.result import total_error_of
+from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
 from ...core.window import cuts
 from ..batch import Arrays, Form, num_rows
 from ..gradients import check_gradients, parameter_name
@@ -115,8 +114,7 @@ class Trial:
 
     def _scales(self, window: WindowTrace, micro_batches: list[Arrays]) -> Array:
         weights = [tuple(map(float, window.weights(micro_batch))) for micro_batch in micro_batches]
-        total = totals(weights)
-        return np.array([shares(weight, total, self.reduction) for weight in weights])
+        return scales_of(weights, self.reduction)
 
     def notes(self) -> list[str]:
         if self.has_dropout:
