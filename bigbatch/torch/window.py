@@ -169,8 +169,8 @@ class PartialWindow:
     def share(self, weight: Terms, *, is_movable: bool) -> Terms:
         """What the losses of the next micro-batch are multiplied by: its weight over the reference.
 
-        If the reference is so little that this would overflow, or came from a weight of 0, it is replaced, provided that
-        the sums can be scaled to another (`is_movable`).
+        If the reference is so little that this would overflow, or came from a weight of 0, it is replaced, provided
+        that the sums can be scaled to another (`is_movable`).
         """
         if weight in self.shares:
             return self.shares[weight]
