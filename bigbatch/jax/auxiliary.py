@@ -53,12 +53,9 @@ class AuxSpec:
         return cls(structure, tuple(words))
 
     def combine(self, like: Any, longer: Any, size: int) -> _Combine:
-        """How to combine each leaf. "auto" concatenates rows, adds up integers and takes the mean of the rest.
+        """How to combine each leaf: `like` is aux for `size` samples, `longer` for twice as many.
 
-        Args:
-            like: The shapes of aux for `size` samples.
-            longer: The shapes of aux for twice as many samples: a leaf that is longer has a row for each sample.
-            size: The size of a micro-batch.
+        A leaf that is longer there has a row for each sample.
         """
         leaves, structure = jax.tree.flatten_with_path(like)
         aux = jax.tree.unflatten(self.structure, self.words)

@@ -152,7 +152,7 @@ class Shard:
 
     @classmethod
     def of(cls, parameter: Any, axes: Axes) -> "Shard":
-        """Only axes of the batch count; what is spread over others stays as it is."""
+        """On axes of the batch alone: a dimension that is spread over others stays so."""
         spec = _sharding_of(parameter).spec
         dims = [(dim, tuple(axis for axis in axes_of(entry) if axis in axes)) for dim, entry in enumerate(spec)]
         return cls(axes, tuple((dim, found) for dim, found in dims if found))
@@ -198,12 +198,8 @@ def _sharding_of(array: Any) -> NamedSharding:
 def on_mesh(placement: Placement, function: Callable[..., Any], leaves: list[Any], arrays: Arrays) -> tuple[Any, ...]:
     """Runs a window on every device, each with its own part of the batch.
 
-    Args:
-        placement: The mesh, and the axes over which the batch is spread.
-        function: `function(parameters, arrays, shards)` returns the value, the gradient, aux with a row for each
-            sample, and other aux. It has reduced all but the rows over the devices.
-        leaves: The parameters.
-        arrays: The arrays of the whole batch.
+    `function(parameters, arrays, shards)` returns the value, the gradient, aux with a row for each sample, and other
+    aux. It reduces all but the rows over the devices.
     """
     before = [jax.typeof(leaf).sharding for leaf in leaves]
     is_moved = [_is_spread_both_ways(leaf, placement) for leaf in leaves]

@@ -16,11 +16,7 @@ def parameter_name(path: Any) -> str:
 def check_gradients(gradients: Any, parameters: Any, given: str, remedy: str) -> None:
     """Raises GradientError unless the gradients have the structure, shapes and kind of numbers of the parameters.
 
-    Args:
-        gradients: The gradients.
-        parameters: The parameters, or the sums that the gradients are added to.
-        given: How the message begins: "step returned".
-        remedy: How the message ends.
+    The message begins with `given`, such as "step returned", and ends with the remedy.
     """
     ours, theirs = jax.tree.structure(parameters), jax.tree.structure(gradients)
     if ours != theirs:

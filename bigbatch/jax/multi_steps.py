@@ -176,8 +176,7 @@ def multi_steps(
         is_full = (num >= _steps_at(accumulation_steps, state.step)) | flush
         is_end = is_full & ~is_idle
 
-        window = _begin(state, is_open | is_idle)
-        window = _add(window, grads, jnp.where(is_dropped, 0, weight), value, reduction)
+        window = _add(state, is_open | is_idle, grads, jnp.where(is_dropped, 0, weight), value, reduction)
 
         def apply(gradient: Any, inner_state: Any) -> tuple[Any, Any]:
             of_window = {"value": window.value.astype(_wide(value))} if value is not None else {}
@@ -215,30 +214,28 @@ def _trained(params: Any) -> Any:
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def _begin(state: _MultiStepsState, is_open: jax.Array) -> _MultiStepsState:
-    """The state to add a micro-batch to: if no window is open, without the sums of the previous one."""
-    weight, value, sums = jax.tree.map(
+def _add(
+    state: _MultiStepsState, is_open: jax.Array, grads: Any, weight: jax.Array, value: Any, reduction: Reduction
+) -> _MultiStepsState:
+    """The window with one more micro-batch; if none is open, it begins at zero."""
+    before, loss, sums = jax.tree.map(
         lambda old: jnp.where(is_open, old, jnp.zeros_like(old)), (state.weight, state.value, state.sums)
     )
-    return state._replace(weight=weight, value=value, sums=sums)
-
-
-def _add(window: _MultiStepsState, grads: Any, weight: jax.Array, value: Any, reduction: Reduction) -> _MultiStepsState:
-    """The window with one more micro-batch."""
     is_mean = reduction == "mean"
     factor = weight if is_mean else (weight != 0).astype(weight.dtype)
 
     def plus(total: jax.Array, gradient: jax.Array) -> jax.Array:
         return (total + counted(gradient.astype(total.dtype), factor, jnp.where)).astype(total.dtype)
 
-    total = window.weight + weight
-    loss = window.value
+    total = before + weight
     if value is not None:
-        _check_value(value)
+        if not _is_array(value) or jnp.shape(value):
+            found = f"has the shape {jnp.shape(value)}" if _is_array(value) else f"is {value!r}"
+            raise LossError(f"value {found}: pass the micro-batch's mean loss, a scalar")
         added = counted(value, factor, jnp.where)
-        mean = share(window.value * window.weight + added, total, jnp.where) if is_mean else window.value + added
-        loss = jnp.where(weight == 0, window.value, mean).astype(window.value.dtype)
-    return window._replace(weight=total, value=loss, sums=jax.tree.map(plus, window.sums, grads))
+        mean = share(loss * before + added, total, jnp.where) if is_mean else loss + added
+        loss = jnp.where(weight == 0, loss, mean).astype(loss.dtype)
+    return state._replace(weight=total, value=loss, sums=jax.tree.map(plus, sums, grads))
 
 
 def _gradient(window: _MultiStepsState, grads: Any, reduction: Reduction) -> Any:
@@ -248,12 +245,6 @@ def _gradient(window: _MultiStepsState, grads: Any, reduction: Reduction) -> Any
         return (sums if reduction == "sum" else share(sums, window.weight, jnp.where)).astype(gradient.dtype)
 
     return jax.tree.map(finished, window.sums, grads)
-
-
-def _check_value(value: Any) -> None:
-    found = f"has the shape {jnp.shape(value)}" if _is_array(value) else f"is {value!r}"
-    if not _is_array(value) or jnp.shape(value):
-        raise LossError(f"value {found}: pass the micro-batch's mean loss, a scalar")
 
 
 def _steps_at(accumulation_steps: _Steps, step: jax.Array) -> Any:

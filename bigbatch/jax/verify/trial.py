@@ -76,8 +76,7 @@ class Trial:
                 if scale
             )
 
-        with self._settled():
-            return self._named(jax.jit(jax.grad(loss))(self.parameters))
+        return self._gradient_of(loss)
 
     def accumulated(self) -> Gradient:
         with self._settled():
@@ -139,11 +138,11 @@ class Trial:
         cut, cause = self._cut_too()
         if cut is not None and total_error_of(full, cut) < 1e-3 * gap:
             return [cause]
-        if self._is_bent(full):
+        if self._is_nonlinear(full):
             return [
                 "the gradient of twice the loss is not twice the gradient: something in the backward pass, such as a "
-                "custom_vjp that clips, depends on the size of what it is given, and a sample's part in a micro-batch "
-                "is larger than in the whole batch; clip the finished gradient instead (optax.clip)"
+                "custom_vjp that clips, depends on the size of the incoming gradient, which is larger in a micro-batch "
+                "than in the whole batch; clip the finished gradient instead (optax.clip)"
             ]
         if not self.is_random and not self.has_dropout and self._draws_inside():
             return [
@@ -182,7 +181,7 @@ class Trial:
             "the second axis the gradient is right; put the samples first, and swap the axes in the loss"
         )
 
-    def _is_bent(self, full: Gradient) -> bool:
+    def _is_nonlinear(self, full: Gradient) -> bool:
         """Whether the backward pass is not linear. False if the loss gives another gradient each time."""
         if not total_error_of(full, self._of(self.arrays)) < 1e-4:
             return False
@@ -201,9 +200,11 @@ class Trial:
     has_hooks = False
 
     def _of(self, arrays: Arrays, scale: float = 1.0) -> Gradient:
+        return self._gradient_of(lambda parameters: scale * sum(self.window.loss((parameters,), arrays)[0]))
+
+    def _gradient_of(self, loss: Callable[[Any], Any]) -> Gradient:
         with self._settled():
-            found = jax.jit(jax.grad(lambda p: scale * sum(self.window.loss((p,), arrays)[0])))(self.parameters)
-        return self._named(found)
+            return self._named(jax.jit(jax.grad(loss))(self.parameters))
 
     def _settled(self) -> AbstractContextManager[Any]:
         return dropout_off() if self.has_dropout else nullcontext()
