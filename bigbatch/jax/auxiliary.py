@@ -1,4 +1,4 @@
-"""What a loss returns beside its value (`has_aux=True`), combined from the micro-batches."""
+"""The aux of a loss (`has_aux=True`): combines that of the micro-batches into that of the batch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ _WAYS = ("auto", "concatenate", "sum", "mean")
 
 
 @dataclass(frozen=True)
-class Combine:
+class _Combine:
     """How each leaf of aux is combined."""
 
     structure: Any
@@ -29,7 +29,7 @@ class Combine:
         """The leaves that are added up, each with "sum" or "mean"."""
         return [(leaf, way) for leaf, way in self._with_ways(aux) if way != "concatenate"]
 
-    def together(self, rows: list[Any], added: list[Any]) -> Any:
+    def join(self, rows: list[Any], added: list[Any]) -> Any:
         """The aux of the whole batch."""
         left = {True: iter(rows), False: iter(added)}
         return jax.tree.unflatten(self.structure, [next(left[way == "concatenate"]) for way in self.ways])
@@ -46,38 +46,29 @@ class AuxSpec:
     words: tuple[Any, ...]
 
     @classmethod
-    def of(cls, nest: Any) -> "AuxSpec":
-        words, structure = jax.tree.flatten(nest)
+    def of(cls, aux: Any) -> "AuxSpec":
+        words, structure = jax.tree.flatten(aux)
         for word in words:
             check_choice("aux", word, _WAYS)
         return cls(structure, tuple(words))
 
-    def each(self, like: Any) -> list[str]:
-        """The word for each leaf of aux; raises OptionError if the pytrees do not fit."""
-        nest = jax.tree.unflatten(self.structure, self.words)
+    def combine(self, like: Any, longer: Any, size: int) -> _Combine:
+        """How to combine each leaf: `like` is aux for `size` samples, `longer` for twice as many.
+
+        A leaf that is longer there has a row for each sample.
+        """
+        leaves, structure = jax.tree.flatten_with_path(like)
+        aux = jax.tree.unflatten(self.structure, self.words)
         try:
-            return list(jax.tree.leaves(jax.tree.broadcast(nest, like)))
+            words = jax.tree.leaves(jax.tree.broadcast(aux, like))
         except ValueError as error:
             raise OptionError(
-                f"aux is {nest} but the loss returns {jax.tree.structure(like)}: "
-                "pass one word for all of it, or a pytree of the same structure"
+                f"aux is {aux} but the loss returns {structure}: pass one word for all of it, or a pytree of the same "
+                "structure"
             ) from error
-
-
-def combine(spec: AuxSpec, like: Any, longer: Any, size: int) -> Combine:
-    """How to combine each leaf. "auto" concatenates rows, adds up integers and takes the weighted mean of the rest.
-
-    Args:
-        spec: What the user asked for.
-        like: The shapes of aux for `size` samples.
-        longer: The shapes of aux for twice as many, which shows what has a row for each sample.
-        size: The size of a micro-batch.
-    """
-    leaves, structure = jax.tree.flatten_with_path(like)
-    parts = zip(leaves, jax.tree.leaves(longer), spec.each(like), strict=True)
-    return Combine(
-        structure, tuple(_way_of(f"aux{keystr(path)}", leaf, more, word, size) for (path, leaf), more, word in parts)
-    )
+        each = zip(leaves, jax.tree.leaves(longer), words, strict=True)
+        ways = [_way_of(f"aux{keystr(path)}", leaf, more, word, size) for (path, leaf), more, word in each]
+        return _Combine(structure, tuple(ways))
 
 
 def _way_of(name: str, leaf: Any, more: Any, word: str, size: int) -> str:
@@ -85,8 +76,8 @@ def _way_of(name: str, leaf: Any, more: Any, word: str, size: int) -> str:
     has_rows = leaf.shape != more.shape
     if has_rows and (leaf.shape, more.shape) != ((size, *leaf.shape[1:]), (2 * size, *leaf.shape[1:])):
         raise OptionError(
-            f"{name} has the shape {leaf.shape} for {size} samples and {more.shape} for {2 * size}: what grows with "
-            "the batch must have the samples, and nothing else, along its leading axis"
+            f"{name} has the shape {leaf.shape} for {size} samples and {more.shape} for {2 * size}: an array that "
+            "grows with the batch must have the samples, and nothing else, along its leading axis"
         )
     if has_rows and word in ("sum", "mean"):
         raise OptionError(

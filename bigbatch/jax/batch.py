@@ -1,4 +1,4 @@
-"""The arguments of a loss: which are parameters, which are cut, which are passed whole; and `pad`."""
+"""The arguments of a loss: parameters, arrays to cut, and what is passed whole to every micro-batch; and `pad`."""
 
 import enum
 import types
@@ -14,10 +14,10 @@ from jax.experimental.sparse import JAXSparse
 from ..core.batch import shared_size
 from ..core.errors import BatchError, OptionError, WeightError
 from ..core.options import positive
-from ..core.weight import as_plain, check_weight, is_number
+from ..core.weight import as_plain, check_weight
 
 _Role = Literal["rows", "key", "whole", "static"]
-_NO_NUMBERS = ("U", "S", "O")  # kinds of NumPy arrays that JAX cannot hold: strings, objects
+_NOT_NUMBERS = ("U", "S", "O")  # kinds of NumPy arrays that JAX cannot hold: strings, objects
 _PLAIN = (str, bytes, bool, int, float, complex)
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, np.dtype, enum.Enum)
 
@@ -26,11 +26,11 @@ class Arrays(NamedTuple):
     """The arrays among the arguments, without the parameters."""
 
     rows: list[Any]
-    """Those with a row for each sample, which are cut."""
+    """Arrays with a row for each sample, to be cut."""
     keys: list[Any]
     """PRNG keys; each micro-batch gets its own."""
     whole: list[Any]
-    """Those that are passed whole to every micro-batch."""
+    """Arrays that are passed whole to every micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Form:
     """The arguments without their arrays. Calls with equal forms share one compiled function.
 
     Args:
-        structure: The structure of the arguments as a pytree; parameters are None in it.
-        roles: What is done with each leaf.
+        structure: The structure of the arguments as a pytree, with None for each parameter.
+        roles: What happens to each leaf.
         statics: The leaves that are not arrays.
         argnums: Which arguments are parameters.
         batch_argnums: Which arguments are cut.
@@ -51,15 +51,17 @@ class Form:
     argnums: tuple[int, ...]
     batch_argnums: tuple[int, ...]
 
-    def bind(self, parameters: tuple[Any, ...], arrays: Arrays) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments to call the loss with."""
-        args, kwargs = self.fill(arrays)
-        for number, parameter in zip(self.argnums, parameters, strict=True):
-            args[number] = parameter
-        return tuple(args), kwargs
+    @property
+    def is_hashable(self) -> bool:
+        """Whether a compiled function can be kept for this form: no argument of it may change between two calls."""
+        try:
+            hash(self)
+        except TypeError:
+            return False
+        return True
 
-    def fill(self, arrays: Arrays) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments, with None for parameters."""
+    def bind(self, arrays: Arrays, parameters: tuple[Any, ...] = ()) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of the loss, with None for each parameter if there are none."""
         left: dict[_Role, Any] = {
             "rows": iter(arrays.rows),
             "key": iter(arrays.keys),
@@ -67,16 +69,18 @@ class Form:
             "static": (static.value for static in self.statics),
         }
         args, kwargs = jax.tree.unflatten(self.structure, [next(left[role]) for role in self.roles])
+        for number, parameter in zip(self.argnums, parameters, strict=False):
+            args[number] = parameter
         return args, kwargs
 
     def leaves(self, arrays: Arrays) -> list[tuple[Any, _Role, Any]]:
         """The path of each leaf of the arguments, its role, and the leaf."""
-        leaves = jax.tree.leaves_with_path(self.fill(arrays), is_leaf=lambda leaf: isinstance(leaf, JAXSparse))
+        leaves = jax.tree.leaves_with_path(self.bind(arrays), is_leaf=lambda leaf: isinstance(leaf, JAXSparse))
         return [(path, role, leaf) for (path, leaf), role in zip(leaves, self.roles, strict=True)]
 
     def batch(self, arrays: Arrays) -> tuple[Any, ...]:
         """The arguments that are cut, in order."""
-        args, _ = self.bind((None,) * len(self.argnums), arrays)
+        args, _ = self.bind(arrays)
         return tuple(args[number] for number in self.batch_argnums)
 
 
@@ -86,24 +90,16 @@ class _Static:
 
     value: Any = field(compare=False)
     key: Any
+    """Unhashable if the object may change between two calls, so that no compiled function is kept for it."""
 
     @classmethod
     def of(cls, value: Any) -> "_Static":
         if isinstance(value, _PLAIN):
             return cls(value, (type(value), repr(value)))  # not by value: 0.0 equals -0.0, and nothing equals NaN
-        return cls(value, value if isinstance(value, _NAMED) else _Unhashable)
-
-    def __hash__(self) -> int:
-        if self.key is _Unhashable:
-            raise TypeError(f"a {type(self.value).__name__} may change, so no compiled function is kept for it")
-        return hash(self.key)
+        return cls(value, value if isinstance(value, _NAMED) else [])
 
 
-class _Unhashable:
-    """The key of an argument that may change between two calls."""
-
-
-def take_apart(
+def split_arguments(
     args: Sequence[Any], kwargs: dict[str, Any], argnums: tuple[int, ...], batch_argnums: tuple[int, ...] | None
 ) -> tuple[Form, tuple[Any, ...], Arrays]:
     """Splits the arguments of a call into their form, the parameters and the other arrays.
@@ -148,7 +144,7 @@ def _role_of(path: Any, leaf: Any, *, is_cut: bool) -> _Role:
         if is_cut:
             raise BatchError("a sparse array cannot be cut: pass a dense one, or pass it whole, by keyword")
         return "whole"
-    if not isinstance(leaf, jax.Array | np.ndarray | np.generic) or getattr(leaf.dtype, "kind", "") in _NO_NUMBERS:
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic) or getattr(leaf.dtype, "kind", "") in _NOT_NUMBERS:
         return "static"
     if is_typed_key(leaf):
         return "rows" if is_cut and np.ndim(leaf) else "key"
@@ -207,30 +203,24 @@ def num_rows(arrays: Arrays) -> int:
     return int(arrays.rows[0].shape[0])
 
 
-def checked_weight(weight: Any, dtype: Any) -> Any:
-    """The weight of a micro-batch, or of one term of its loss, as one number: the sum of an array.
+def checked_weight(weight: Any, dtype: Any, *, of: str = "a micro-batch") -> Any:
+    """The weight of a micro-batch, or of one term of its loss, as one number: the sum of an array, in this dtype.
 
-    The values of a traced weight cannot be checked. If one is negative the weight becomes NaN, so that the result is
-    not finite instead of wrong.
+    The values of a traced weight cannot be checked. If one is negative or not finite the weight becomes NaN, so that
+    the result is not finite instead of wrong.
     """
-    if is_number(weight):
-        return check_weight((as_plain(weight),), of="a micro-batch")[0]
-    if not isinstance(weight, jax.Array | np.ndarray) or not is_real(weight.dtype):
-        kind = f"an array of {weight.dtype}" if hasattr(weight, "dtype") else f"a {type(weight).__name__}"
-        raise WeightError(
-            f"weight returned {kind}: return a number, an array of numbers, or a tuple, one for each term"
-        )
+    if not isinstance(weight, jax.Array | np.ndarray):
+        return check_weight((as_plain(weight),), of=of)[0]
+    if not any(jnp.issubdtype(weight.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+        raise WeightError(f"the weight of {of} is an array of {weight.dtype}: it must be an array of real numbers")
     if isinstance(weight, np.ndarray):
-        check_weight(tuple(weight.ravel().tolist()), of="a micro-batch")
-    return jnp.where(jnp.all(jnp.asarray(weight) >= 0), jnp.sum(weight, dtype=dtype), jnp.nan)
-
-
-def is_real(dtype: Any) -> bool:
-    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
+        check_weight(tuple(weight.ravel().tolist()), of=of)
+    weight = jnp.asarray(weight)
+    return jnp.where(jnp.all(jnp.isfinite(weight) & (weight >= 0)), jnp.sum(weight, dtype=dtype), jnp.nan)
 
 
 def as_numbers(name: str, value: Any) -> tuple[int, ...]:
-    """argnums as a tuple."""
+    """argnums or batch_argnums as a tuple."""
     numbers = value if isinstance(value, tuple | list) else (value,)
     if not numbers or not all(isinstance(number, int | np.integer) for number in numbers):
         raise OptionError(f"{name} is {value!r}: pass the number of an argument, counted from 0, or several as a tuple")

@@ -26,7 +26,7 @@ class Checkpoints(Resumable):
 
     If the process is killed, start it again with the same lines: it ends with the same parameters, bit for bit on a
     CPU. The random state of Python and NumPy and the position in the data are saved as well. A checkpoint is JSON and
-    safetensors, so reading one from somebody else runs no code.
+    safetensors, so loading one from somebody else runs no code.
 
     Args:
         folder: Where checkpoints are kept.
@@ -60,7 +60,11 @@ class Checkpoints(Resumable):
         return self._tree
 
     def update(self, state: Any) -> None:
-        """Sets the pytree to save from now on. Nothing is copied until a checkpoint is due."""
+        """Sets the pytree to save from now on. Nothing is copied until a checkpoint is due.
+
+        Args:
+            state: A pytree with the structure of the one passed to `restore`.
+        """
         self._tree, self._num_updates = state, self._num_updates + 1
 
     def _progress(self) -> int:
@@ -80,11 +84,9 @@ class Checkpoints(Resumable):
 
 
 def tree_of(arrays: Mapping[str, np.ndarray], like: Any) -> Any:
-    """The pytree that `arrays_of` took apart; raises StateError unless it has the names, shapes and dtypes of `like`.
+    """The pytree whose leaves `arrays_of` returned; raises StateError if names, shapes or dtypes differ from `like`.
 
-    Args:
-        arrays: The arrays by path.
-        like: A pytree whose structure, kinds of leaves and sharding the result has.
+    The result has the structure, the kinds of leaves and the sharding of `like`.
     """
     wanted = by_path(like)
     if other := sorted(arrays.keys() ^ wanted.keys()):
@@ -97,7 +99,7 @@ def tree_of(arrays: Mapping[str, np.ndarray], like: Any) -> Any:
                 f"{name} is {theirs.dtype}{list(theirs.shape)} in the checkpoint but {ours[1]}{list(ours[0])} here: "
                 "continue with the state that was saved"
             )
-    return jax.tree.unflatten(jax.tree.structure(like), [as_leaf(arrays[name], leaf) for name, leaf in wanted.items()])
+    return jax.tree.unflatten(jax.tree.structure(like), [_as_leaf(arrays[name], leaf) for name, leaf in wanted.items()])
 
 
 def arrays_of(tree: Any) -> dict[str, np.ndarray]:
@@ -110,7 +112,7 @@ def by_path(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def as_leaf(array: np.ndarray, like: Any) -> Any:
+def _as_leaf(array: np.ndarray, like: Any) -> Any:
     """A copy of the array as a leaf of the same kind as `like`: a PRNG key, an array on its devices, a plain number.
 
     A weakly typed number stays one: as float32 it would turn bfloat16 parameters into float32.

@@ -1,4 +1,4 @@
-"""Devices: over which axes of the mesh a batch is spread, and how a window runs on all of them."""
+"""Several devices: over which axes of the mesh they share a batch, and how a window runs on all of them."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..core.errors import BatchError, OptionError
+from .batch import Arrays
 from .internals import calls, is_traced, varying
 
 Axes = tuple[str, ...]
@@ -24,11 +25,16 @@ class Placement:
     mesh: Any
     axes: Axes
     is_guess: bool = False
-    """Inside of `jit`, automatic axes do not show what is spread over them, so they are guessed."""
+    """Whether the axes were guessed: inside of `jit`, automatic axes do not show what is spread over them."""
 
-    def share(self, micro_batch_size: int, num_samples: int) -> int:
-        """How many samples of each micro-batch one device has; every device takes part in every micro-batch."""
-        num = _num_devices(self.mesh, self.axes)
+    @property
+    def num_devices(self) -> int:
+        """How many devices share the samples."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    def local_size(self, micro_batch_size: int, num_samples: int) -> int:
+        """How many samples of a micro-batch each device has; all devices take part in every micro-batch."""
+        num = self.num_devices
         over = f"the {num} devices of {', '.join(self.axes)}"
         if num_samples % num:
             raise BatchError(
@@ -45,13 +51,8 @@ class Placement:
         return micro_batch_size // num
 
 
-def _num_devices(mesh: Any, axes: Axes) -> int:
-    """How many devices share the samples."""
-    return math.prod(mesh.shape[axis] for axis in axes)
-
-
 def find_placement(rows: Sequence[Any], sharding: Any, micro_batch_size: int) -> Placement | None:
-    """Where the batch is: as `sharding` says, else as the arrays show, else a guess; None for one device."""
+    """Where the batch is: as `sharding` says, else as the arrays show, else guessed. None if it is on one device."""
     if sharding is not None:
         return _as_placement(sharding)
     found = {placement for row in rows if (placement := _placement_of(row)) is not None}
@@ -71,23 +72,23 @@ def _guess(rows: Sequence[Any], micro_batch_size: int) -> Placement | None:
         axes = tuple(axis for axis in axes if axis in _BATCH_AXES)
     placement = Placement(mesh, axes, is_guess=True)
     try:
-        placement.share(micro_batch_size, rows[0].shape[0])
+        placement.local_size(micro_batch_size, rows[0].shape[0])
     except (BatchError, OptionError):  # a guess is no reason to ask the user for other sizes
         return None
     return placement if axes else None
 
 
 def spreads(jaxpr: Any) -> bool:
-    """Whether a traced function says itself how something is spread, as in a sharding constraint."""
+    """Whether a traced function spreads arrays itself, as with a sharding constraint."""
     return calls(jaxpr, _SPREADING)
 
 
 def _as_placement(sharding: Any) -> Placement | None:
-    """Where a batch with this NamedSharding, PartitionSpec or names of axes is: the first entry counts."""
+    """Where a batch with this NamedSharding, PartitionSpec or names of axes is. The first entry is that of the rows."""
     if isinstance(sharding, NamedSharding):
         mesh, spec = sharding.mesh, sharding.spec
     else:
-        mesh = current_mesh()
+        mesh = jax.sharding.get_abstract_mesh()
         spec = sharding if isinstance(sharding, PartitionSpec) else PartitionSpec(sharding)
         if mesh.empty:
             raise OptionError(
@@ -100,11 +101,6 @@ def _as_placement(sharding: Any) -> Placement | None:
     return _spread_over(mesh, axes)
 
 
-def current_mesh() -> Any:
-    """The mesh set by `jax.set_mesh`."""
-    return jax.sharding.get_abstract_mesh()
-
-
 def _placement_of(row: Any) -> Placement | None:
     if isinstance(getattr(row, "sharding", None), SingleDeviceSharding):
         return None
@@ -113,10 +109,11 @@ def _placement_of(row: Any) -> Placement | None:
 
 
 def _spread_over(mesh: Any, axes: Axes) -> Placement | None:
-    """The placement; None if this is inside of a `shard_map` over these axes, or they have one device."""
-    if any(axis in current_mesh().manual_axes for axis in axes):
+    """The placement, or None if these axes have one device, or if this is inside of a `shard_map` over them."""
+    if any(axis in jax.sharding.get_abstract_mesh().manual_axes for axis in axes):
         return None
-    return Placement(mesh, axes) if _num_devices(mesh, axes) > 1 else None
+    placement = Placement(mesh, axes)
+    return placement if placement.num_devices > 1 else None
 
 
 def axes_of(entry: Any) -> Axes:
@@ -144,18 +141,6 @@ def add_up(tree: Any, axes: Axes) -> Any:
     return lax.psum(tree, axes) if axes else tree
 
 
-def on_devices(function: Callable[..., Any], mesh: Any, axes: Axes, in_specs: Any, out_specs: Any) -> Any:
-    """The function, run by every device with its own part of what is spread over these axes."""
-    return jax.shard_map(
-        function,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=set(axes),
-        check_vma=False,  # True refuses loops that begin with zeros, as in every RNN
-    )
-
-
 @dataclass(frozen=True)
 class Shard:
     """Which part of a parameter, and so of its gradient, a device has."""
@@ -167,7 +152,7 @@ class Shard:
 
     @classmethod
     def of(cls, parameter: Any, axes: Axes) -> "Shard":
-        """Only axes of the batch count; what is spread over others stays as it is."""
+        """On axes of the batch alone: a dimension that is spread over others stays so."""
         spec = _sharding_of(parameter).spec
         dims = [(dim, tuple(axis for axis in axes_of(entry) if axis in axes)) for dim, entry in enumerate(spec)]
         return cls(axes, tuple((dim, found) for dim, found in dims if found))
@@ -207,13 +192,48 @@ def _sharding_of(array: Any) -> NamedSharding:
     return itself if not is_seen and isinstance(itself, NamedSharding) else by_type
 
 
+# --- all devices -----------------------------------------------------------------------------------------------
+
+
+def on_mesh(placement: Placement, function: Callable[..., Any], leaves: list[Any], arrays: Arrays) -> tuple[Any, ...]:
+    """Runs a window on every device, each with its own part of the batch.
+
+    `function(parameters, arrays, shards)` returns the value, the gradient, aux with a row for each sample, and other
+    aux. It reduces all but the rows over the devices.
+    """
+    before = [jax.typeof(leaf).sharding for leaf in leaves]
+    is_moved = [_is_spread_both_ways(leaf, placement) for leaf in leaves]
+    leaves = [_gathered(leaf, placement) if moved else leaf for leaf, moved in zip(leaves, is_moved, strict=True)]
+    shards = [Shard.of(leaf, placement.axes) for leaf in leaves]
+    specs, rows, whole = [shard.spec for shard in shards], PartitionSpec(placement.axes), PartitionSpec()
+
+    def on_device(parts: list[Any], arrays: Arrays) -> tuple[Any, ...]:
+        parameters = [shard.gather(part) for shard, part in zip(shards, parts, strict=True)]
+        return tuple(function(parameters, arrays, shards))
+
+    mapped = jax.shard_map(
+        on_device,
+        mesh=placement.mesh,
+        in_specs=(specs, Arrays(rows, whole, whole)),
+        out_specs=(whole, specs, rows, whole),
+        axis_names=set(placement.axes),
+        check_vma=False,  # True refuses loops that begin with zeros, as in every RNN
+    )
+    keys, others = jax.tree.map(lambda leaf: _gathered(leaf, placement), arrays[1:])
+    value, gradient, *aux = mapped(leaves, Arrays([_spread(row, placement) for row in arrays.rows], keys, others))
+    moved_back = [
+        jax.reshard(g, sharding) if moved else g for g, sharding, moved in zip(gradient, before, is_moved, strict=True)
+    ]
+    return value, moved_back, *aux
+
+
 def _is_explicit(placement: Placement) -> bool:
     """Whether arrays have to be resharded explicitly; on other axes shard_map does it."""
     kinds = dict(zip(placement.mesh.axis_names, placement.mesh.axis_types, strict=True))
     return all(kinds[axis] == AxisType.Explicit for axis in placement.axes)
 
 
-def spread(leaf: Any, placement: Placement) -> Any:
+def _spread(leaf: Any, placement: Placement) -> Any:
     """Spreads the rows over the axes of the batch."""
     if not _is_explicit(placement):
         return leaf
@@ -221,8 +241,8 @@ def spread(leaf: Any, placement: Placement) -> Any:
     return jax.reshard(leaf, NamedSharding(placement.mesh, PartitionSpec(placement.axes, *rest)))
 
 
-def gathered(leaf: Any, placement: Placement) -> Any:
-    """Gathers what is spread over the axes of the batch."""
+def _gathered(leaf: Any, placement: Placement) -> Any:
+    """The array, no longer spread over the axes of the batch."""
     spec = jax.typeof(leaf).sharding.spec
     left = [tuple(axis for axis in axes_of(entry) if axis not in placement.axes) or None for entry in spec]
     if not _is_explicit(placement) or [axes_of(entry) for entry in spec] == [axes_of(entry) for entry in left]:
@@ -230,7 +250,7 @@ def gathered(leaf: Any, placement: Placement) -> Any:
     return jax.reshard(leaf, NamedSharding(placement.mesh, PartitionSpec(*left)))
 
 
-def is_spread_both_ways(leaf: Any, placement: Placement) -> bool:
+def _is_spread_both_ways(leaf: Any, placement: Placement) -> bool:
     """Whether an array is spread over axes of the batch and over others."""
     axes = {axis for entry in jax.typeof(leaf).sharding.spec for axis in axes_of(entry)}
     return _is_explicit(placement) and bool(axes & set(placement.axes)) and bool(axes - set(placement.axes))

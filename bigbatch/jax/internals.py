@@ -1,4 +1,4 @@
-"""Everything of JAX that bigbatch relies on and that is not documented to stay (JAX 0.10)."""
+"""Every private or undocumented part of JAX that bigbatch uses (JAX 0.10 and 0.11)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,8 +45,11 @@ def scans(jaxpr: Any) -> Iterator[tuple[int, Any, list[Any], list[Any]]]:
     """Every scan: its length, its body, and the body's variables for the carry before and after a step."""
     for equation in equations(jaxpr):
         if equation.primitive.name == "scan":
-            params = equation.params
-            body, first, num = params["jaxpr"].jaxpr, params["num_consts"], params["num_carry"]
+            params, body = equation.params, equation.params["jaxpr"].jaxpr
+            if "ft_in" in params:  # JAX 0.11
+                first, num, _ = map(len, params["ft_in"].unpack())
+            else:
+                first, num = params["num_consts"], params["num_carry"]
             yield params["length"], body, body.invars[first : first + num], body.outvars[:num]
 
 

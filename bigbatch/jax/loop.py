@@ -1,4 +1,4 @@
-"""The loop over the micro-batches of a batch: used by `value_and_grad`, and by Keras on JAX."""
+"""How a batch is cut, and the loop over its micro-batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-Body = Callable[[Any, Any, int], tuple[Any, list[Any]]]
-Stacks = list[list[Any]]
+_Body = Callable[[Any, Any, int], tuple[Any, list[Any]]]
+_Stacks = list[list[Any]]
 """The arrays that a body returned, stacked: one list for all full micro-batches, and one for a shorter last one."""
 
 
@@ -16,14 +16,14 @@ Stacks = list[list[Any]]
 class Cut:
     """Which samples each micro-batch has.
 
-    Micro-batches are full but for the last, which has what is left. A full one takes equally many consecutive samples
-    from each of `num_parts` equal parts of the batch. Where devices share the batch, every device should have a part
-    of each micro-batch, so that no samples move between devices.
+    All micro-batches are full, except perhaps the last. A full one takes equally many consecutive samples from each of
+    `num_parts` equal parts of the batch. If devices share the batch, each of them should have a part of every
+    micro-batch, so that no samples move between devices.
 
     Args:
         num_samples: The size of the batch.
         size: The size of a full micro-batch, at most that of the batch.
-        num_parts: How many parts, a divisor of `size`: 1 for consecutive samples, the number of devices, or `size`
+        num_parts: The number of parts, a divisor of `size`: 1 for consecutive samples, the number of devices, or `size`
             if that number is not known.
     """
 
@@ -43,7 +43,7 @@ class Cut:
         parts = row[:end].reshape(self.num_parts, self.num_full, self.size // self.num_parts, *row.shape[1:])
         return lax.dynamic_index_in_dim(parts, number, 1, keepdims=False).reshape(size, *row.shape[1:])
 
-    def loop(self, body: Body, carry: Any) -> tuple[Any, Stacks]:
+    def loop(self, body: _Body, carry: Any) -> tuple[Any, _Stacks]:
         """Calls `body` for each micro-batch. Stands for
 
         for number, size in enumerate(sizes):
@@ -62,7 +62,7 @@ class Cut:
             stacks.append([array[None] for array in arrays])
         return carry, stacks
 
-    def join(self, stacks: Stacks) -> list[Any]:
+    def join(self, stacks: _Stacks) -> list[Any]:
         """Stacked arrays with a row for each sample, joined in the order of the batch."""
 
         def in_order(stack: Any, num_parts: int) -> Any:

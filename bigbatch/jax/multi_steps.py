@@ -1,4 +1,4 @@
-"""An optax optimizer that is fed one micro-batch at a time, and steps when the window is full."""
+"""An optax optimizer that takes one micro-batch at a time and steps when the window is full."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
@@ -8,59 +8,65 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..core.errors import GradientError, LossError, OptionError, StateError, WeightError
+from ..core.errors import LossError, OptionError, StateError, WeightError
 from ..core.options import check_choice, positive
-from ..core.weight import Reduction, check_reduction, check_weight, counted, is_number, share
-from .batch import is_real
+from ..core.weight import Reduction, check_reduction, counted, is_number, share
+from .batch import checked_weight
+from .gradients import check_gradients, is_finite
 from .internals import is_traced
 
 _NonFinite = Literal["window", "micro_batch", "keep"]
 _Steps = int | Callable[[jax.Array], Any]
 
 
-class MultiStepsState(NamedTuple):
+class _MultiStepsState(NamedTuple):
     """The state of `multi_steps`: arrays only, so it can be saved, sharded and donated like any other.
 
-    `weight`, `value` and `sums` are those of the current window. After its end they stay, to be read, until the next
+    `weight`, `value` and `sums` belong to the current window. When it ends you can still read them, until the next
     window begins; `value` is then the loss of the whole batch.
     """
 
     step: jax.Array
-    """How many windows are done, applied or not."""
+    """How many windows have ended, applied or not."""
     micro_step: jax.Array
     """How many micro-batches the current window has; 0 if none is open."""
     weight: jax.Array
+    """The total weight."""
     value: jax.Array
     """The weighted mean of `value=…`, if it was passed with every micro-batch."""
     sums: Any
     """Σ w·g, in at least float32."""
     inner_state: Any
+    """The state of the inner optimizer."""
     is_applied: jax.Array
     """Whether the last call stepped."""
     num_skipped: jax.Array
-    """How many windows changed nothing, because their gradient was not finite or their weight zero."""
+    """How many windows changed nothing, because their gradient was not finite or their weight was zero."""
     num_dropped: jax.Array
-    """How many micro-batches were left out with non_finite="micro_batch"."""
+    """How many micro-batches were left out by non_finite="micro_batch"."""
 
 
-class MultiSteps(optax.GradientTransformationExtraArgs):
+class _MultiSteps(optax.GradientTransformationExtraArgs):
     """What `multi_steps` returns: `init` and `update` as in optax, and `flush`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise OptionError(f"{name} cannot be changed after the optimizer was made: call multi_steps() again")
 
-    def flush(self, state: MultiStepsState, params: Any = None, **extra: Any) -> tuple[Any, MultiStepsState]:
+    def flush(self, state: _MultiStepsState, params: Any = None, **extra: Any) -> tuple[Any, _MultiStepsState]:
         """Ends the open window, however short. If none is open, the updates are zeros and nothing changes.
 
             updates, state = optimizer.flush(state, params)
 
-        In optimizers inside of others (optax.chain), which have no `flush`, call `update` with gradients of zero,
-        weight=0 and flush=True instead.
+        An optimizer inside of another one (optax.chain) cannot be flushed like this: call `update` with gradients of
+        zero, weight=0 and flush=True instead.
 
         Args:
-            state: As for `update`.
-            params: As for `update`.
+            state: The state that the last `update` returned.
+            params: The parameters, as for `update`.
             extra: Further arguments for the inner optimizer.
+
+        Returns:
+            The updates to apply, and the next state.
         """
         zeros = jax.tree.map(jnp.zeros_like, state.sums if params is None else _trained(params))
         return self.update(zeros, state, params, **{"value": 0.0, "grad": zeros, **extra}, weight=0, flush=True)
@@ -72,7 +78,7 @@ def multi_steps(
     *,
     reduction: Reduction = "mean",
     non_finite: _NonFinite = "window",
-) -> MultiSteps:
+) -> _MultiSteps:
     """Wraps an optimizer for micro-batches that come one at a time: it steps on the gradient of the whole batch.
 
         optimizer = multi_steps(optax.adam(1e-3), accumulation_steps=4)
@@ -96,23 +102,26 @@ def multi_steps(
     not finite changes nothing.
 
     Args:
-        optimizer: The inner optimizer.
+        optimizer: The inner optimizer, any of optax.
         accumulation_steps: How many micro-batches a window has: a number, or a function of the step number (a
             batch-size ramp) that works in `jit`.
         reduction: "mean", or "sum" to add gradients up undivided; they need no weight then.
         non_finite: What happens to gradients that are not finite. "window" skips their window, "micro_batch" leaves
             out the micro-batch with its weight, "keep" passes them to the inner optimizer.
 
-    `update` takes, beyond the arguments that it has in optax:
+    Besides optax's arguments, `update` takes:
 
     Args:
-        weight: Over how many samples or tokens the loss is a mean: a number, or an array to add up. What counts zero
-            is left out, even if it is not a number.
+        weight: Over how many samples or tokens the loss is a mean: a number, or an array to add up. A micro-batch of
+            weight zero is left out, even if its gradient is NaN.
         flush: True ends the window with this micro-batch.
         value: The micro-batch's mean loss. The inner optimizer gets that of the window.
-        grad: If it is passed, the inner optimizer gets the gradient of the window.
-        extra: Other arguments go to the inner optimizer as passed with the last micro-batch of the window. So a
-            `value_fn` has to be the loss of the whole batch.
+        grad: The micro-batch's gradient, for inner optimizers that take one. They get that of the window.
+        extra: Other arguments. The inner optimizer gets those of the last micro-batch of the window, so a `value_fn`
+            has to be the loss of the whole batch.
+
+    Returns:
+        An optimizer with `init` and `update` as in optax, and `flush(state, params)`, which ends a shorter window.
     """
     check_reduction(reduction)
     check_choice("non_finite", non_finite, get_args(_NonFinite))
@@ -122,8 +131,8 @@ def multi_steps(
         raise OptionError(f"the optimizer is a {type(optimizer).__name__}: pass one of optax, such as optax.adam(1e-3)")
     inner = optax.with_extra_args_support(optimizer)
 
-    def init(params: Any) -> MultiStepsState:
-        return MultiStepsState(
+    def init(params: Any) -> _MultiStepsState:
+        return _MultiStepsState(
             step=jnp.zeros([], jnp.int32),
             micro_step=jnp.zeros([], jnp.int32),
             weight=jnp.zeros([], float),
@@ -136,29 +145,30 @@ def multi_steps(
         )
 
     def update(
-        grads: Any, state: MultiStepsState, params: Any = None, *, weight: Any = None, **extra: Any
-    ) -> tuple[Any, MultiStepsState]:
-        if not isinstance(state, MultiStepsState):
+        grads: Any, state: _MultiStepsState, params: Any = None, *, weight: Any = None, **extra: Any
+    ) -> tuple[Any, _MultiStepsState]:
+        if not isinstance(state, _MultiStepsState):
             raise StateError(f"the state is a {type(state).__name__}: pass the one that init() or update() returned")
-        _check_gradients(grads, state.sums)
-        total = _total(weight, reduction)
+        remedy = "pass the gradient with respect to the parameters that init() was given"
+        check_gradients(grads, state.sums, "update() was given", remedy)
+        total = _checked_weight(weight, reduction)
         function = traced if is_traced((grads, state, params, extra)) or not _are_arrays(extra) else compiled
         return function(grads, state, params, total, **extra)
 
     def traced(
         grads: Any,
-        state: MultiStepsState,
+        state: _MultiStepsState,
         params: Any,
         weight: jax.Array,
         *,
         value: Any = None,
         flush: Any = False,
         **extra: Any,
-    ) -> tuple[Any, MultiStepsState]:
+    ) -> tuple[Any, _MultiStepsState]:
         grads = jax.tree.map(_as_inexact, grads)
         is_dropped = jnp.array(False)
         if non_finite == "micro_batch":
-            is_dropped = (weight != 0) & ~(jnp.isfinite(weight) & _is_finite(grads))
+            is_dropped = (weight != 0) & ~(jnp.isfinite(weight) & is_finite(grads))
 
         is_open = state.micro_step > 0
         is_idle = flush & ~is_open & (weight == 0)
@@ -166,8 +176,7 @@ def multi_steps(
         is_full = (num >= _steps_at(accumulation_steps, state.step)) | flush
         is_end = is_full & ~is_idle
 
-        window = _begin(state, is_open | is_idle)
-        window = _add(window, grads, jnp.where(is_dropped, 0, weight), value, reduction)
+        window = _add(state, is_open | is_idle, grads, jnp.where(is_dropped, 0, weight), value, reduction)
 
         def apply(gradient: Any, inner_state: Any) -> tuple[Any, Any]:
             of_window = {"value": window.value.astype(_wide(value))} if value is not None else {}
@@ -181,7 +190,7 @@ def multi_steps(
             gradient = _gradient(window, grads, reduction)
             is_applied = (window.weight > 0) & jnp.isfinite(window.weight)
             if non_finite != "keep":
-                is_applied &= _is_finite(gradient)
+                is_applied &= is_finite(gradient)
             return *jax.lax.cond(is_applied, apply, lambda _, old: (zeros, old), gradient, inner_state), is_applied
 
         updates, inner_state, is_applied = jax.lax.cond(
@@ -197,53 +206,45 @@ def multi_steps(
         )
 
     compiled = jax.jit(traced)  # outside of jit a `lax.cond` is compiled anew at every call
-    return MultiSteps(init, update)
+    return _MultiSteps(init, update)
 
 
 def _trained(params: Any) -> Any:
-    """The parameters that gradients are taken of: optax.lookahead has slow ones beside them."""
+    """The parameters that have gradients; optax.lookahead adds slow ones."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def _begin(state: MultiStepsState, is_open: jax.Array) -> MultiStepsState:
-    """The state without what the previous window left in it, unless a window is open."""
-    weight, value, sums = jax.tree.map(
+def _add(
+    state: _MultiStepsState, is_open: jax.Array, grads: Any, weight: jax.Array, value: Any, reduction: Reduction
+) -> _MultiStepsState:
+    """The window with one more micro-batch; if none is open, it begins at zero."""
+    before, loss, sums = jax.tree.map(
         lambda old: jnp.where(is_open, old, jnp.zeros_like(old)), (state.weight, state.value, state.sums)
     )
-    return state._replace(weight=weight, value=value, sums=sums)
-
-
-def _add(window: MultiStepsState, grads: Any, weight: jax.Array, value: Any, reduction: Reduction) -> MultiStepsState:
-    """The window with one more micro-batch."""
     is_mean = reduction == "mean"
     factor = weight if is_mean else (weight != 0).astype(weight.dtype)
 
     def plus(total: jax.Array, gradient: jax.Array) -> jax.Array:
         return (total + counted(gradient.astype(total.dtype), factor, jnp.where)).astype(total.dtype)
 
-    total = window.weight + weight
-    loss = window.value
+    total = before + weight
     if value is not None:
-        _check_value(value)
+        if not _is_array(value) or jnp.shape(value):
+            found = f"has the shape {jnp.shape(value)}" if _is_array(value) else f"is {value!r}"
+            raise LossError(f"value {found}: pass the micro-batch's mean loss, a scalar")
         added = counted(value, factor, jnp.where)
-        mean = share(window.value * window.weight + added, total, jnp.where) if is_mean else window.value + added
-        loss = jnp.where(weight == 0, window.value, mean).astype(window.value.dtype)
-    return window._replace(weight=total, value=loss, sums=jax.tree.map(plus, window.sums, grads))
+        mean = share(loss * before + added, total, jnp.where) if is_mean else loss + added
+        loss = jnp.where(weight == 0, loss, mean).astype(loss.dtype)
+    return state._replace(weight=total, value=loss, sums=jax.tree.map(plus, sums, grads))
 
 
-def _gradient(window: MultiStepsState, grads: Any, reduction: Reduction) -> Any:
-    """The finished gradient, in the dtypes of the micro-batch's."""
+def _gradient(window: _MultiStepsState, grads: Any, reduction: Reduction) -> Any:
+    """The gradient of the window, in the dtypes of the micro-batch's."""
 
     def finished(sums: jax.Array, gradient: jax.Array) -> jax.Array:
         return (sums if reduction == "sum" else share(sums, window.weight, jnp.where)).astype(gradient.dtype)
 
     return jax.tree.map(finished, window.sums, grads)
-
-
-def _check_value(value: Any) -> None:
-    found = f"has the shape {jnp.shape(value)}" if _is_array(value) else f"is {value!r}"
-    if not _is_array(value) or jnp.shape(value):
-        raise LossError(f"value {found}: pass the micro-batch's mean loss, a scalar")
 
 
 def _steps_at(accumulation_steps: _Steps, step: jax.Array) -> Any:
@@ -253,7 +254,7 @@ def _steps_at(accumulation_steps: _Steps, step: jax.Array) -> Any:
     return steps if isinstance(steps, jax.Array | np.ndarray) else positive("accumulation_steps(step)", steps)
 
 
-def _total(weight: Any, reduction: Reduction) -> jax.Array:
+def _checked_weight(weight: Any, reduction: Reduction) -> jax.Array:
     """The weight of a micro-batch as one number. A traced weight that is wrong becomes NaN: its window is skipped."""
     if weight is None and reduction == "mean":
         raise OptionError(
@@ -266,41 +267,8 @@ def _total(weight: Any, reduction: Reduction) -> jax.Array:
             f"the weight has {len(weight)} terms but the gradient is already their sum: pass one number, or use "
             "value_and_grad() for a loss whose terms have different weights"
         )
-    if isinstance(weight, np.ndarray):
-        check_weight(tuple(weight.ravel().tolist()), of="this micro-batch")
-    if isinstance(weight, jax.Array | np.ndarray):
-        if not is_real(weight.dtype):
-            raise WeightError(f"the weight is an array of {weight.dtype}: pass a number of at least 0")
-        weights = jnp.asarray(weight, float)
-        return jnp.where(jnp.all(jnp.isfinite(weights) & (weights >= 0)), jnp.sum(weights), jnp.nan)
-    (number,) = check_weight((1 if weight is None else weight,), of="this micro-batch")
-    return jnp.asarray(number, float)
-
-
-def _check_gradients(grads: Any, sums: Any) -> None:
-    """Raises GradientError unless the gradients are those of the parameters that `init` was given."""
-    remedy = "pass the gradient with respect to the parameters that init() was given"
-    ours, theirs = jax.tree.structure(sums), jax.tree.structure(grads)
-    if ours != theirs:
-        raise GradientError(f"the gradients are {theirs} but the parameters {ours}: {remedy}")
-    for (path, g), s in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(sums), strict=True):
-        if jnp.shape(g) != s.shape:
-            raise GradientError(
-                f"the gradient of {jax.tree_util.keystr(path)} has the shape {jnp.shape(g)} but the parameter "
-                f"{s.shape}: {remedy}"
-            )
-        dtype = jnp.result_type(g)
-        is_none = dtype == jax.dtypes.float0  # what allow_int=True gives for integers
-        if is_none or (_is_complex(dtype) and not _is_complex(s.dtype)):
-            kind = "float0" if is_none else dtype.name
-            raise GradientError(
-                f"the gradient of {jax.tree_util.keystr(path)} is an array of {kind} but is added up in "
-                f"{s.dtype.name}: {remedy}, and leave out what has no gradient"
-            )
-
-
-def _is_complex(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
+    weight = checked_weight(1 if weight is None else weight, jnp.result_type(float), of="this micro-batch")
+    return jnp.asarray(weight, float)
 
 
 def _are_arrays(tree: Any) -> bool:
@@ -310,10 +278,6 @@ def _are_arrays(tree: Any) -> bool:
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic) or is_number(leaf)
-
-
-def _is_finite(tree: Any) -> jax.Array:
-    return jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)], bool).all()
 
 
 def _as_inexact(gradient: Any) -> jax.Array:

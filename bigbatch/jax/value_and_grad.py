@@ -9,26 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from ..core.errors import OptionError
 from ..core.options import check_callable, check_choice, positive
 from ..core.weight import Reduction, check_reduction
 from .auxiliary import AuxSpec
-from .batch import Arrays, Form, as_numbers, num_rows, take_apart
-from .distributed import (
-    Axes,
-    Placement,
-    Shard,
-    axes_of,
-    current_mesh,
-    find_placement,
-    gathered,
-    is_spread_both_ways,
-    on_devices,
-    spread,
-    spreads,
-)
+from .batch import Arrays, Form, as_numbers, num_rows, split_arguments
+from .distributed import Axes, Placement, axes_of, find_placement, on_mesh, spreads
 from .internals import is_traced, varying
 from .keys import Rng, for_samples
 from .window import Loss, Result, Spec, WindowTrace
@@ -51,7 +38,7 @@ def value_and_grad(
     axes: str | tuple[str, ...] | None = None,
     accumulate_dtype: Any = None,
 ) -> Callable[..., Any]:
-    """Returns what `jax.value_and_grad(loss)` returns, in the memory of a micro-batch.
+    """Returns a function that returns what `jax.value_and_grad(loss)` does, in the memory of a micro-batch.
 
         @jax.jit
         def step(params, state, batch):
@@ -67,8 +54,8 @@ def value_and_grad(
             total += weight(micro_batch)
         grads = sums / total
 
-    Positional arguments other than `argnums` are the batch and are cut along their leading axis. Keyword arguments are
-    passed whole to every micro-batch.
+    Positional arguments other than `argnums` are the batch and are cut along their leading axis. Keyword arguments,
+    scalars, and values that are not arrays are passed whole to every micro-batch.
 
     If devices share the batch, each accumulates its own part, and the gradient is reduced once.
 
@@ -78,18 +65,22 @@ def value_and_grad(
         micro_batch_size: The number of samples in a micro-batch, on all devices together.
         weight: `weight(batch)` returns over how many samples or tokens the loss is a mean: a number, or an array to add
             up; for a tuple of means, a tuple of the same length. None: the number of samples.
-        argnums: The number of the argument to differentiate by, or several, as in JAX.
-        has_aux: Whether the loss returns `(loss, aux)`.
+        argnums: The number of the argument to differentiate by, or several as a tuple, as in JAX.
+        has_aux: Whether the loss returns `(loss, aux)`. The value is then `(loss, aux)` too, as in JAX.
         reduction: "mean", or "sum" to add losses up undivided.
         aux: How to combine what micro-batches return as aux: "concatenate", "sum", "mean" (by weight), or a pytree of
-            these. "auto" concatenates what has a row for each sample, adds up integers and takes the mean of the rest.
+            these. "auto" concatenates arrays with a row for each sample, adds up integers and takes the mean of the
+            rest.
         rng: What happens to PRNG keys among the arguments. "per_micro_batch" folds in the number of the micro-batch;
             "per_sample" passes the loss one key for each sample; None passes keys as they are.
         batch_argnums: The numbers of the arguments to cut, if not all are cut.
-        sharding: How devices share the batch: a NamedSharding, or the names of axes of the mesh that is set. None: as
-            arrays show outside of `jit` and on explicit axes, and guessed from the mesh on others.
-        axes: In your own `shard_map`, the axes to reduce over, if that cannot be seen.
+        sharding: How devices share the batch: a NamedSharding, or the names of axes of the mesh that `jax.set_mesh`
+            sets. None: read from the arrays, outside of `jit` and on explicit axes; guessed from the mesh elsewhere.
+        axes: In your own `shard_map`, the axes over which devices share the batch. None: read from the arrays.
         accumulate_dtype: The dtype to add gradients up in. None: that of the parameter, but at least float32.
+
+    Returns:
+        A function of the loss's arguments that returns `(value, gradient)`. It works inside and outside of `jit`.
     """
     check_reduction(reduction)
     check_callable("loss", loss)
@@ -105,15 +96,15 @@ def value_and_grad(
 
     @functools.wraps(loss)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        form, parameters, arrays = take_apart(args, kwargs, numbers, cut_numbers)
+        form, parameters, arrays = split_arguments(args, kwargs, numbers, cut_numbers)
         _check_parameters(parameters)
         placement, inside = None, given
-        if current_mesh().manual_axes:
+        if jax.sharding.get_abstract_mesh().manual_axes:
             inside = _axes_inside(parameters, arrays.rows) if given is None else given
         elif given is None:
             placement = find_placement(arrays.rows, sharding, size)
-        is_kept = not is_traced((parameters, arrays)) and _is_hashable(form)
-        function = compiled if is_kept else functools.partial(_compute, spec)
+        is_compiled = form.is_hashable and not is_traced((parameters, arrays))
+        function = compiled if is_compiled else functools.partial(_compute, spec)
         value, gradient = function(form, placement, inside or (), parameters, arrays)
         return value, gradient if isinstance(argnums, tuple | list) else gradient[0]
 
@@ -121,12 +112,14 @@ def value_and_grad(
 
 
 def grad(loss: Loss, micro_batch_size: int = 8, *, has_aux: bool = False, **options: Any) -> Callable[..., Any]:
-    """Returns what `jax.grad(loss)` returns, in the memory of a micro-batch: the gradient, or `(gradient, aux)`.
+    """Returns a function that returns what `jax.grad(loss)` does, in the memory of a micro-batch.
+
+        grads = grad(loss, micro_batch_size=8)(params, batch)     # as jax.grad(loss)(params, batch)
 
     Args:
-        loss: As for `value_and_grad`.
-        micro_batch_size: The number of samples in a micro-batch.
-        has_aux: Whether the loss returns `(loss, aux)`.
+        loss: `loss(params, batch)` returns the mean over the batch it is given, or a tuple of means.
+        micro_batch_size: The number of samples in a micro-batch, on all devices together.
+        has_aux: Whether the loss returns `(loss, aux)`. The function then returns `(gradient, aux)`, as in JAX.
         options: The other options of `value_and_grad`.
     """
     both = value_and_grad(loss, micro_batch_size, has_aux=has_aux, **options)
@@ -145,7 +138,7 @@ def _compile(spec: Spec) -> Callable[..., Any]:
 
 
 _kept = functools.lru_cache(maxsize=256)(_compile)
-"""Compiled once for equal options, since many write `value_and_grad(loss)(…)` in a loop."""
+"""Compiled once for equal options, since many people write `value_and_grad(loss)(…)` in a loop."""
 
 
 def _compute(
@@ -165,7 +158,7 @@ def _compute(
         return trace.result(jax.tree.unflatten(structure, leaves), shards)
 
     def call_loss(leaves: list[Any]) -> Any:
-        args, kwargs = form.bind(jax.tree.unflatten(structure, leaves), arrays)
+        args, kwargs = form.bind(arrays, jax.tree.unflatten(structure, leaves))
         return spec.loss(*args, **kwargs)
 
     if placement is not None and placement.is_guess and spreads(jax.make_jaxpr(call_loss)(leaves).jaxpr):
@@ -173,37 +166,12 @@ def _compute(
     if placement is None:
         result = on_device(spec, axes, leaves, arrays)
     else:
-        result = _on_mesh(placement, spec, on_device, leaves, arrays)
+        own = replace(spec, micro_batch_size=placement.local_size(spec.micro_batch_size, num_rows(arrays)))
+        result = Result(*on_mesh(placement, functools.partial(on_device, own, placement.axes), leaves, arrays))
     gradient = jax.tree.unflatten(structure, result.gradient)
     if not spec.has_aux:
         return result.value, gradient
-    return (result.value, traces[-1].combine.together(result.aux_rows, result.aux_added)), gradient
-
-
-def _on_mesh(placement: Placement, spec: Spec, on_device: Any, leaves: list[Any], arrays: Arrays) -> Result:
-    """Every device runs a window of its own part of the batch, and the sums are reduced once after it."""
-    axes = placement.axes
-    before = [jax.typeof(leaf).sharding for leaf in leaves]
-    is_moved = [is_spread_both_ways(leaf, placement) for leaf in leaves]
-    leaves = [gathered(leaf, placement) if moved else leaf for leaf, moved in zip(leaves, is_moved, strict=True)]
-    shards = [Shard.of(leaf, axes) for leaf in leaves]
-    specs = [shard.spec for shard in shards]
-    own = replace(spec, micro_batch_size=placement.share(spec.micro_batch_size, num_rows(arrays)))
-
-    def local(leaves: list[Any], arrays: Arrays) -> Result:
-        return on_device(own, axes, [s.gather(leaf) for s, leaf in zip(shards, leaves, strict=True)], arrays, shards)
-
-    rows, whole = PartitionSpec(axes), PartitionSpec()
-    keys, others = jax.tree.map(lambda leaf: gathered(leaf, placement), arrays[1:])
-    arrays = Arrays([spread(row, placement) for row in arrays.rows], keys, others)
-    out_specs = Result(whole, specs, rows, whole)
-    mapped = on_devices(local, placement.mesh, axes, (specs, Arrays(rows, whole, whole)), out_specs)
-    result: Result = mapped(leaves, arrays)
-    gradient = [
-        jax.reshard(g, sharding) if moved else g
-        for g, sharding, moved in zip(result.gradient, before, is_moved, strict=True)
-    ]
-    return result._replace(gradient=gradient)
+    return (result.value, traces[-1].combine.join(result.aux_rows, result.aux_added)), gradient
 
 
 def _axes_inside(parameters: Any, rows: list[Any]) -> Axes:
@@ -251,11 +219,3 @@ def _is_bare(function: Any) -> bool:
     if not isinstance(function, types.FunctionType):
         return function is None
     return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__)
-
-
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""A whole window: the gradient of a batch, in one loop over its micro-batches and one reduction over devices."""
+"""A window: a batch is cut into micro-batches, each is weighed, their gradients add up and are reduced once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from jax import lax
 
 from ..core.errors import LossError
 from ..core.weight import Reduction, as_terms, check_terms, choose, counted, is_number, share, shares
-from .auxiliary import AuxSpec, Combine, combine
+from .auxiliary import AuxSpec
 from .batch import Arrays, Form, checked_weight, num_rows
 from .distributed import Axes, Shard, add_up, vary
 from .internals import varying
@@ -24,16 +24,7 @@ Loss = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Spec:
-    """The options of `value_and_grad`, which stands for
-
-        sums = total = 0
-        for micro_batch in micro_batches(batch):
-            sums += weight(micro_batch) * jax.grad(loss)(parameters, micro_batch)
-            total += weight(micro_batch)
-        gradient = sums / total
-
-    `WindowTrace` compiles this to one loop.
-    """
+    """The options of `value_and_grad`, which documents them."""
 
     loss: Loss
     micro_batch_size: int
@@ -46,32 +37,41 @@ class Spec:
 
 
 class _Sums(NamedTuple):
-    """What is added up over the micro-batches."""
+    """The sums over the micro-batches."""
 
     gradient: list[Any]
     terms: list[Any]
-    count: Any
-    """The weight, in units of a full micro-batch if it is the number of samples."""
+    weight: Any
+    """In units of the reference."""
     aux: list[Any]
 
 
 class Result(NamedTuple):
-    """Of the whole batch."""
+    """The loss, its gradient and aux of the whole batch."""
 
     value: Any
     gradient: list[Any]
-    """By the leaves of the parameters."""
+    """One for each leaf of the parameters."""
     aux_rows: list[Any]
+    """The leaves of aux that are concatenated."""
     aux_added: list[Any]
+    """The leaves of aux that are added up."""
 
 
 class WindowTrace:
     """One trace of a window. If several devices share the batch, each traces its own part.
 
+    `result` stands for
+
+        for micro_batch in micro_batches(batch):
+            sums += weight(micro_batch) * jax.grad(loss)(parameters, micro_batch)
+            total += weight(micro_batch)
+        gradient = sums / total
+
     Args:
         spec: The options.
         form: The arguments of the loss, without their arrays.
-        arrays: The arrays among them.
+        arrays: The arrays among the arguments.
         axes: The axes of the mesh over which devices share the batch, if this is inside of a `shard_map`.
     """
 
@@ -83,10 +83,11 @@ class WindowTrace:
         num_samples = num_rows(arrays)
         size = min(spec.micro_batch_size, num_samples)
         self.cut = Cut(num_samples, size, num_parts=size)
-        self._unit = size if spec.weight is None else 1
+        self._num_samples = num_samples * (int(lax.axis_size(axes)) if axes else 1)  # on all devices
+        self._reference = size if spec.weight is None else 1  # what weights are measured by until the total is known
 
     def result(self, parameters: Any, shards: list[Shard] | None = None) -> Result:
-        """The loss, the gradient and aux of the whole batch.
+        """The loss, its gradient and aux of the whole batch.
 
         Args:
             parameters: The arguments to differentiate by.
@@ -95,27 +96,33 @@ class WindowTrace:
         shards = shards or [Shard.inside(leaf, self.axes) for leaf in jax.tree.leaves(parameters)]
         parameters = vary(parameters, self.axes)
         self.inspect(parameters)
-        totals = self._totals() if self._has_totals else ()
+        totals = self._totals()
 
         def body(sums: _Sums, number: Any, size: int) -> tuple[_Sums, list[Any]]:
-            return self._accumulate(sums, parameters, self.micro_batch(number, size), totals)
+            micro_batch = self.micro_batch(number, size)  # cut
+            weights = self.weights(micro_batch)
+            return self._add(sums, parameters, micro_batch, weights, totals)  # the gradient, times its share
 
         sums, rows = self.cut.loop(body, self._zeros(parameters))
-        return self._finish(self._reduce(sums, shards), totals, self.cut.join(rows), parameters)
+        sums = self._reduce(sums, shards)  # over the devices, once
+        return self._finish(sums, totals, self.cut.join(rows), parameters)  # divide by the total
 
     # --- before the loop -------------------------------------------------------------------------------------
 
     def inspect(self, parameters: Any) -> None:
-        """Finds out what the loss returns, in a trace that never runs, and refuses what cannot be accumulated."""
+        """Traces the loss without running it: finds out what it returns, and raises if it cannot be accumulated."""
         micro_batch = self.micro_batch(0, self.cut.size)
 
-        def trace(num_samples: int) -> Any:
-            return self._trace(parameters, micro_batch, num_samples)
+        def loss(parameters: Any, rows: list[Any]) -> Any:
+            return self.loss(parameters, micro_batch._replace(rows=rows))
 
-        num_all = self.cut.num_samples * self._num_devices()
-        is_cut = self.cut.size < num_all
+        def trace(num_samples: int) -> Any:
+            rows = [jax.ShapeDtypeStruct((num_samples, *row.shape[1:]), row.dtype) for row in self.arrays.rows]
+            return jax.jit(loss).trace(parameters, rows)
+
+        is_cut = self.cut.size < self._num_samples
         if is_cut:
-            for num in {self.cut.num_samples, num_all}:
+            for num in {self.cut.num_samples, self._num_samples}:
                 check_uncut(self.form, self.arrays, num, trace)
         self._terms_like, self._aux_like = jax.eval_shape(self.loss, parameters, micro_batch)
         if is_cut:
@@ -125,21 +132,12 @@ class WindowTrace:
         self.terms_dtype = jnp.result_type(*(term.dtype for term in self._terms_like))
         self._dtype = jnp.promote_types(self.terms_dtype, jnp.float32)
         aux_of_more = trace(2 * self.cut.size).out_info[1] if self.spec.has_aux else None
-        self.combine: Combine = combine(self.spec.aux, self._aux_like, aux_of_more, self.cut.size)
+        self.combine = self.spec.aux.combine(self._aux_like, aux_of_more, self.cut.size)
         is_mean = self.spec.reduction == "mean"
         self._has_totals = self.spec.weight is not None and self.num_terms > 1 and is_mean
         self._is_divided = is_mean and not self._has_totals
         weights = jax.eval_shape(lambda: [jnp.asarray(weight) for weight in self.weights(micro_batch)])
         self._weights_vary = varying(weights) | set(self.axes)
-
-    def _trace(self, parameters: Any, micro_batch: Arrays, num_samples: int) -> Any:
-        """The loss, traced with another number of samples."""
-
-        def loss(parameters: Any, rows: list[Any]) -> Any:
-            return self.loss(parameters, micro_batch._replace(rows=rows))
-
-        rows = [jax.ShapeDtypeStruct((num_samples, *row.shape[1:]), row.dtype) for row in self.arrays.rows]
-        return jax.jit(loss).trace(parameters, rows)
 
     def _check_loss(self, terms: tuple[Any, ...]) -> None:
         if not terms:
@@ -159,7 +157,9 @@ class WindowTrace:
             )
 
     def _totals(self) -> tuple[Any, ...]:
-        """The total weight of each term. If there are several, each is divided by its own before they are added."""
+        """The total weight of each term, if there are several: each is divided by its own before they are added."""
+        if not self._has_totals:
+            return ()
 
         def body(totals: tuple[Any, ...], number: Any, size: int) -> tuple[tuple[Any, ...], list[Any]]:
             weights = self.weights(self.micro_batch(number, size))
@@ -199,7 +199,7 @@ class WindowTrace:
 
     def loss(self, parameters: Any, micro_batch: Arrays) -> tuple[tuple[Any, ...], Any]:
         """The terms of the loss, and aux."""
-        args, kwargs = self.form.bind(parameters, micro_batch)
+        args, kwargs = self.form.bind(micro_batch, parameters)
         found = self.spec.loss(*args, **kwargs)
         try:
             found = jax.tree.map(jnp.asarray, found)
@@ -212,31 +212,30 @@ class WindowTrace:
         return as_terms(found[0]), found[1]
 
     def weights(self, micro_batch: Arrays) -> tuple[Any, ...]:
-        """Over how much each term is a mean: the samples, or what the user's `weight` returns."""
+        """How much this micro-batch counts, for each term: its samples, or what the user's `weight` returns."""
         if self.spec.weight is None:
             return (num_rows(micro_batch),) * self.num_terms
         found = as_terms(self.spec.weight(*self.form.batch(micro_batch)))
         check_terms(self.num_terms, len(found))
         return tuple(checked_weight(w, self._dtype) for w in found)
 
-    def _accumulate(
-        self, sums: _Sums, parameters: Any, micro_batch: Arrays, totals: tuple[Any, ...]
+    def _add(
+        self, sums: _Sums, parameters: Any, micro_batch: Arrays, weights: tuple[Any, ...], totals: tuple[Any, ...]
     ) -> tuple[_Sums, list[Any]]:
         """The sums with one more micro-batch, and the leaves of aux with a row for each sample.
 
         If totals are known, losses are multiplied by w_k / W before the gradient is taken. If not, gradients are
-        multiplied by w_k, in the dtype in which they add up, and divided after the loop.
+        multiplied by w_k / reference, in the dtype in which they add up, and divided after the loop.
         """
-        weights = self.weights(micro_batch)
         before = shares(weights, totals, where=jnp.where) if totals else (1.0,) * self.num_terms
         terms, aux, gradient = self._gradient(parameters, micro_batch, before)
-        count = share(weights[0], self._unit)
-        after = count if self._is_divided else 1.0
+        weight = share(weights[0], self._reference)
+        after = weight if self._is_divided else 1.0
         added = _Sums(
             [_counted(g, after, s.dtype) for g, s in zip(jax.tree.leaves(gradient), sums.gradient, strict=True)],
             [_counted(term, b * after, self._dtype) for term, b in zip(terms, before, strict=True)],
-            jnp.asarray(count, self._dtype),
-            [_counted(leaf, count if way == "mean" else 1, s.dtype)
+            jnp.asarray(weight, self._dtype),
+            [_counted(leaf, weight if way == "mean" else 1, s.dtype)
              for (leaf, way), s in zip(self.combine.added(aux), sums.aux, strict=True)],
         )  # fmt: skip
         return jax.tree.map(_plus, sums, added), self.combine.rows(aux)
@@ -254,7 +253,7 @@ class WindowTrace:
             return terms, aux, gradient
 
         def one_by_one() -> Any:
-            """For a term that counts 0 and may be 0/0: multiplying its loss by 0 leaves NaN in the gradient."""
+            """Term by term, if one counts 0: it may be 0/0, and 0 times its loss would still have a NaN gradient."""
             found = []
             for k, b in enumerate(by):
                 alone = tuple(b if term == k else 0 for term in range(self.num_terms))
@@ -266,19 +265,14 @@ class WindowTrace:
 
     # --- after the loop --------------------------------------------------------------------------------------
 
-    def _num_devices(self) -> int:
-        return int(lax.axis_size(self.axes)) if self.axes else 1
-
     def _reduce(self, sums: _Sums, shards: list[Shard]) -> _Sums:
         """The sums of all devices: the one reduction of a window."""
         gradient = [shard.reduce(g) for shard, g in zip(shards, sums.gradient, strict=True)]
         return _Sums(gradient, *add_up(sums[1:], self.axes))
 
     def _finish(self, sums: _Sums, totals: tuple[Any, ...], rows: list[Any], parameters: Any) -> Result:
-        """The sums as means, in the dtypes of the full batch. The mean over nothing is NaN, its gradient 0."""
-        total = sums.count
-        if self.spec.weight is None:
-            total = share(self.cut.num_samples * self._num_devices(), self._unit)
+        """The means, in the dtypes of the full batch. If the total weight is 0 the loss is NaN and its gradient 0."""
+        total = sums.weight if self.spec.weight is not None else share(self._num_samples, self._reference)
 
         def mean(sums: Any) -> Any:
             return share(sums, total, _where(total)) if self._is_divided else sums
@@ -296,12 +290,12 @@ class WindowTrace:
 
 
 def _where(value: Any) -> Any:
-    """The `where` for the heart: plain numbers are decided while tracing."""
+    """The `where` for core/weight.py: plain numbers are compared while tracing."""
     return choose if is_number(value) else jnp.where
 
 
 def _counted(value: Any, by: Any, dtype: Any) -> Any:
-    """The value times its share, multiplied in this dtype."""
+    """The value times its share, in this dtype."""
     return jnp.asarray(counted(value.astype(dtype), by, _where(by)), dtype)
 
 

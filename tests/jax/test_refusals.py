@@ -34,9 +34,9 @@ def call(compiled: bool, loss: Any = loss, batch: Any = BATCH, params: Any = Non
     [
         ({"batch": (BATCH[0][:0], BATCH[1][:0])}, BatchError, "has 0 samples"),
         ({"batch": (BATCH[0], BATCH[1][:5])}, BatchError, "has 11 samples but .* has 5"),
-        ({"weight": lambda b: None}, WeightError, "returned a NoneType"),
-        ({"weight": lambda b: "4"}, WeightError, "returned a str"),
-        ({"weight": lambda b: [1, 2]}, WeightError, "returned a list"),
+        ({"weight": lambda b: None}, WeightError, "is None"),
+        ({"weight": lambda b: "4"}, WeightError, "is '4'"),
+        ({"weight": lambda b: [1, 2]}, WeightError, r"is \[1, 2\]"),
         ({"weight": lambda b: ()}, LossError, "1 term but the weight has 0"),
         ({"weight": lambda b: jnp.array(1j)}, WeightError, "array of complex"),
         ({"weight": lambda b: np.array([3.0, -1.0])}, WeightError, "is -1.0"),
@@ -105,8 +105,8 @@ def test_multi_steps() -> None:
 @pytest.mark.parametrize(
     ("gradient", "message"),
     [
-        (np.ones(5) * 1j, "of complex128 but is added up in float64"),
-        (np.zeros(5, jax.dtypes.float0), "of float0 but is added up in float64"),
+        (np.ones(5) * 1j, "of complex128 for w, whose gradient adds up in float64"),
+        (np.zeros(5, jax.dtypes.float0), "of float0 for w, whose gradient adds up in float64"),
     ],
 )
 def test_gradients_of_another_kind(gradient: Any, message: str) -> None:

@@ -9,7 +9,7 @@ from bigbatch import BatchError, GradientError, LossError, OptionError
 from bigbatch.jax import verify
 from tests.problems import problems, samples, tokens
 
-from .training import LOSSES, WEIGHTS, classifier, language, make_params, samples_loss, tokens_loss
+from .training import LOSSES, WEIGHTS, classifier, language, make_params, squares_loss, tokens_loss
 
 BATCH = samples(13)[0]
 
@@ -29,7 +29,7 @@ def test_exact(kind):
 
 
 def test_names_are_paths():
-    assert set(verify(classifier(), BATCH, samples_loss, 4).errors) == {
+    assert set(verify(classifier(), BATCH, squares_loss, 4).errors) == {
         "first.bias", "first.kernel", "second.bias", "second.kernel"
     }  # fmt: skip
     assert set(verify(jnp.ones(64), BATCH["x"], lambda w, x: (x @ w).mean(), 4).errors) == {"parameters"}
@@ -42,17 +42,17 @@ def test_weight_that_disagrees_with_the_loss():
 
 
 def test_a_sum():
-    found = verify(classifier(), BATCH, lambda params, batch: 13 * samples_loss(params, batch), 13)
+    found = verify(classifier(), BATCH, lambda params, batch: 13 * squares_loss(params, batch), 13)
     assert found.is_exact
-    found = verify(classifier(), BATCH, lambda params, batch: len(batch["y"]) * samples_loss(params, batch), 4)
+    found = verify(classifier(), BATCH, lambda params, batch: len(batch["y"]) * squares_loss(params, batch), 4)
     assert 'pass reduction="sum"' in found.causes[0]
-    assert verify(classifier(), BATCH, lambda p, b: len(b["y"]) * samples_loss(p, b), 4, reduction="sum").is_exact
+    assert verify(classifier(), BATCH, lambda p, b: len(b["y"]) * squares_loss(p, b), 4, reduction="sum").is_exact
 
 
 def test_batch_norm_is_named():
     def loss(params, batch):
         x = (batch["x"] - batch["x"].mean(0)) / jnp.sqrt(batch["x"].var(0) + 1e-3)
-        return samples_loss(params, {**batch, "x": x})
+        return squares_loss(params, {**batch, "x": x})
 
     found = verify(classifier(), BATCH, loss, 4)
     assert not found.is_exact
@@ -63,7 +63,7 @@ def test_batch_norm_is_named():
 def test_dropout():
     def loss(params, batch, key):
         keep = jax.random.bernoulli(key, 0.5, batch["x"].shape)
-        return samples_loss(params, {**batch, "x": batch["x"] * keep})
+        return squares_loss(params, {**batch, "x": batch["x"] * keep})
 
     found = verify(classifier(), BATCH, loss, 4, args=(jax.random.key(0),))
     assert found.is_exact, found
@@ -76,7 +76,7 @@ def test_dropout():
 
     def by_sample(params, batch, keys):
         keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, (64,)))(keys)
-        return samples_loss(params, {**batch, "x": batch["x"] * keep})
+        return squares_loss(params, {**batch, "x": batch["x"] * keep})
 
     found = verify(classifier(), BATCH, by_sample, 4, args=(jax.random.key(0),), rng="per_sample")
     assert found.is_exact, found
@@ -85,7 +85,7 @@ def test_dropout():
 
 def test_noise():
     def loss(params, batch, key):
-        return samples_loss(params, {**batch, "x": batch["x"] + jax.random.normal(key, batch["x"].shape)})
+        return squares_loss(params, {**batch, "x": batch["x"] + jax.random.normal(key, batch["x"].shape)})
 
     found = verify(classifier(), BATCH, loss, 4, args=(jax.random.key(0),))
     assert found.is_exact, found
@@ -98,7 +98,7 @@ def test_a_compiled_loss_keeps_its_dropout():
     @jax.jit
     def loss(params, batch, key):
         keep = jax.random.bernoulli(key, 0.5, batch["x"].shape)
-        return samples_loss(params, {**batch, "x": batch["x"] * keep})
+        return squares_loss(params, {**batch, "x": batch["x"] * keep})
 
     verify(classifier(), BATCH, loss, 4, args=(jax.random.key(0),))
     assert loss(classifier(), BATCH, jax.random.key(0)) != loss(classifier(), BATCH, jax.random.key(1))
@@ -106,7 +106,7 @@ def test_a_compiled_loss_keeps_its_dropout():
 
 def test_further_arguments_of_the_loss():
     def loss(params, x, y, *, scale):
-        return samples_loss(params, {"x": x, "y": y}) * scale.sum(), {"logits": x}
+        return squares_loss(params, {"x": x, "y": y}) * scale.sum(), {"logits": x}
 
     more = {"args": (BATCH["y"],), "kwargs": {"scale": np.ones(3)}}
     assert verify(classifier(), BATCH["x"], loss, 4, has_aux=True, **more).is_exact
@@ -114,24 +114,24 @@ def test_further_arguments_of_the_loss():
 
 def test_foreign_loop():
     def mean_of_means(params, micro_batches):
-        found = [jax.jit(jax.grad(samples_loss))(params, micro_batch) for micro_batch in micro_batches]
+        found = [jax.jit(jax.grad(squares_loss))(params, micro_batch) for micro_batch in micro_batches]
         return jax.tree.map(lambda *gradients: sum(gradients) / len(gradients), *found)
 
-    found = verify(classifier(), BATCH, samples_loss, 4, step=mean_of_means)
+    found = verify(classifier(), BATCH, squares_loss, 4, step=mean_of_means)
     assert not found.is_exact
     assert "divided by the number of micro-batches (4)" in found.causes[0]
 
     def right(params, micro_batches):
-        found = [jax.jit(jax.grad(samples_loss))(params, micro_batch) for micro_batch in micro_batches]
+        found = [jax.jit(jax.grad(squares_loss))(params, micro_batch) for micro_batch in micro_batches]
         sizes = [len(micro_batch["y"]) for micro_batch in micro_batches]
         return jax.tree.map(lambda *gradients: sum(g * n for g, n in zip(gradients, sizes, strict=True)) / 13, *found)
 
-    assert verify(classifier(), BATCH, samples_loss, 4, step=right).is_exact
+    assert verify(classifier(), BATCH, squares_loss, 4, step=right).is_exact
 
 
 def test_lower_precision_is_reported():
     def loss(params, batch):
-        return samples_loss(float32_traced(params), batch)
+        return squares_loss(float32_traced(params), batch)
 
     def float32_traced(params):
         return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
@@ -146,17 +146,17 @@ def test_lower_precision_is_reported():
 
 def test_settings_of_the_user_stay():
     with jax.enable_x64(False):
-        assert verify(float32(classifier()), float32(BATCH), samples_loss, 4).max_error < 1e-12
+        assert verify(float32(classifier()), float32(BATCH), squares_loss, 4).max_error < 1e-12
         assert jnp.ones(1).dtype == jnp.float32
 
 
 def test_one_sentence():
     with pytest.raises(OptionError, match="micro_batch_size is 0"):
-        verify(classifier(), BATCH, samples_loss, 0)
+        verify(classifier(), BATCH, squares_loss, 0)
     with pytest.raises(OptionError, match="reduction='max'"):
-        verify(classifier(), BATCH, samples_loss, 4, reduction="max")
+        verify(classifier(), BATCH, squares_loss, 4, reduction="max")
     with pytest.raises(BatchError, match="has 13 samples but"):
-        verify(classifier(), {**BATCH, "y": BATCH["y"][:5]}, samples_loss, 4)
+        verify(classifier(), {**BATCH, "y": BATCH["y"][:5]}, squares_loss, 4)
     with pytest.raises(LossError, match="a real scalar"):
         verify(classifier(), BATCH, lambda params, batch: batch["x"], 4)
 
@@ -167,10 +167,10 @@ def test_one_sentence():
 def pops(params, batch):
     """Pops the labels from the batch, as the examples of Hugging Face do."""
     y = batch.pop("y")
-    return samples_loss(params, {**batch, "y": y})
+    return squares_loss(params, {**batch, "y": y})
 
 
-def weighted(params, micro_batches, loss=samples_loss):
+def weighted(params, micro_batches, loss=squares_loss):
     found = [jax.jit(jax.grad(loss))(params, micro_batch) for micro_batch in micro_batches]
     sizes = [len(jax.tree.leaves(micro_batch)[0]) for micro_batch in micro_batches]
     return jax.tree.map(lambda *gradients: sum(g * n for g, n in zip(gradients, sizes, strict=True)) / 13, *found)
@@ -183,10 +183,10 @@ def test_a_loss_that_pops_from_its_batch():
 
     def popping(params, micro_batches):
         sizes = [len(micro_batch["y"]) for micro_batch in micro_batches]
-        found = [jax.grad(lambda p, b, y: samples_loss(p, {**b, "y": y}))(params, b, b.pop("y")) for b in micro_batches]
+        found = [jax.grad(lambda p, b, y: squares_loss(p, {**b, "y": y}))(params, b, b.pop("y")) for b in micro_batches]
         return jax.tree.map(lambda *gradients: sum(g * n for g, n in zip(gradients, sizes, strict=True)) / 13, *found)
 
-    assert verify(classifier(), BATCH, samples_loss, 4, step=popping).is_exact
+    assert verify(classifier(), BATCH, squares_loss, 4, step=popping).is_exact
 
 
 def test_loop_that_donates_its_arguments():
@@ -198,7 +198,7 @@ def test_loop_that_donates_its_arguments():
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
         return grads
 
-    assert verify(classifier(), BATCH, samples_loss, 4, step=donating).is_exact
+    assert verify(classifier(), BATCH, squares_loss, 4, step=donating).is_exact
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_loop_that_donates_its_arguments():
 )
 def test_bad_returns(returned, message):
     with pytest.raises(LossError, match=message):
-        verify(classifier(), BATCH, lambda p, b: returned(p, samples_loss(p, b)), 4)
+        verify(classifier(), BATCH, lambda p, b: returned(p, squares_loss(p, b)), 4)
 
 
 @pytest.mark.parametrize(
@@ -232,24 +232,24 @@ def test_bad_returns(returned, message):
 )
 def test_bad_returns_of_a_loop(returned, message):
     with pytest.raises(GradientError, match=message):
-        verify(classifier(), BATCH, samples_loss, 4, step=lambda params, micro_batches: returned(params))
+        verify(classifier(), BATCH, squares_loss, 4, step=lambda params, micro_batches: returned(params))
 
 
 def summed_in_float32(params, batch):
     """A scan with a float32 carry, which JAX refuses in float64."""
     total, _ = jax.lax.scan(lambda sums, x: (sums + x, None), jnp.zeros(64, jnp.float32), batch["x"])
-    return samples_loss(params, batch) + (total @ params["first"]["kernel"]).sum() / len(batch["x"]) / 100
+    return squares_loss(params, batch) + (total @ params["first"]["kernel"]).sum() / len(batch["x"]) / 100
 
 
 def convolved_in_float32(params, batch):
     kernel = jnp.array([0.25, 0.5, 0.25], jnp.float32)[None, None]
     x = jax.lax.conv_general_dilated(batch["x"][:, None], kernel, (1,), "SAME")[:, 0]
-    return samples_loss(params, {**batch, "x": x})
+    return squares_loss(params, {**batch, "x": x})
 
 
 def switched_in_float32(params, batch):
     scale = jax.lax.cond(batch["x"][0, 0] > 0, lambda: jnp.float32(0.5), lambda: batch["x"][0, 0] * 0 + 0.5)
-    return samples_loss(params, batch) * scale
+    return squares_loss(params, batch) * scale
 
 
 SLOW = pytest.mark.slow
@@ -273,12 +273,12 @@ def test_a_loss_that_only_runs_in_float32(loss):
 
 def test_error_of_the_loss_is_not_taken_for_a_dtype_error():
     with pytest.raises(ValueError, match="Incompatible shapes"):
-        verify(classifier(), BATCH, lambda p, b: samples_loss(p, b) + (b["x"] + jnp.ones(3)).sum(), 4)
+        verify(classifier(), BATCH, lambda p, b: squares_loss(p, b) + (b["x"] + jnp.ones(3)).sum(), 4)
 
 
 def draws_inside(draw):
     def loss(params, batch):
-        return samples_loss(params, {**batch, "x": draw(batch["x"])})
+        return squares_loss(params, {**batch, "x": draw(batch["x"])})
 
     return loss
 
@@ -327,7 +327,7 @@ def test_nonlinear_backward_pass(change):
     assert found.is_exact
 
     def loss(params, batch):
-        return samples_loss({**params, "second": jax.tree.map(bent(change), params["second"])}, batch)
+        return squares_loss({**params, "second": jax.tree.map(bent(change), params["second"])}, batch)
 
     found = verify(classifier(), BATCH, loss, 4)
     assert not found.is_exact
@@ -337,7 +337,7 @@ def test_nonlinear_backward_pass(change):
 
 def test_linear_backward_pass():
     def loss(params, batch):
-        return samples_loss(jax.tree.map(bent(lambda g: 0.1 * g), params), batch)
+        return squares_loss(jax.tree.map(bent(lambda g: 0.1 * g), params), batch)
 
     assert verify(classifier(), BATCH, loss, 4).is_exact
 
@@ -346,7 +346,7 @@ def test_numpy_noise_is_not_taken_for_a_nonlinear_backward_pass():
     draw = np.random.default_rng(0)
 
     def loss(params, batch):
-        return samples_loss(params, {**batch, "x": batch["x"] + draw.normal(size=batch["x"].shape)})
+        return squares_loss(params, {**batch, "x": batch["x"] + draw.normal(size=batch["x"].shape)})
 
     (cause,) = verify(classifier(), BATCH, loss, 4).causes
     assert "another gradient each time" in cause
@@ -357,8 +357,8 @@ def test_micro_batch_of_one_sample_without_a_deviation(of_x, what):
     def loss(params, batch):
         if of_x:
             x = batch["x"].sum(1) * params["first"]["bias"].sum()
-            return samples_loss(params, batch) / (x.std() + 1e-3)
-        return samples_loss(params, batch) / batch["y"].std()
+            return squares_loss(params, batch) / (x.std() + 1e-3)
+        return squares_loss(params, batch) / batch["y"].std()
 
     params = jax.tree.map(lambda leaf: leaf + 0.1, classifier())
     (cause,) = verify(params, BATCH, loss, 4).causes

@@ -17,12 +17,9 @@ _UNCHANGED = ("convert_element_type", "reshape", "broadcast_in_dim", "squeeze")
 def warn_if_recurrent(trace: Callable[[int], Any], size: int) -> None:
     """Warns if each row depends on the rows before it.
 
-    A scan that maps over samples, or adds up over them, is right however it is cut. A scan over time that happens to
-    be as long as the micro-batch has the same length when the micro-batch is longer.
-
-    Args:
-        trace: `trace(size)` returns the jaxpr of the loss for that many rows.
-        size: The size of the micro-batch.
+    A scan that maps over samples, or adds up over them, can be cut anywhere. A scan that is as long as the micro-batch
+    by accident keeps its length when the micro-batch is longer. `trace(size)` returns the jaxpr of the loss for `size`
+    rows.
     """
     if not (num := _recurrent_lengths(trace(size)).count(size)):
         return
@@ -43,7 +40,7 @@ def _recurrent_lengths(jaxpr: Any) -> list[int]:
 
 
 def _is_recurrent(body: Any, before: list[Any], after: list[Any]) -> bool:
-    """Whether any floating-point part of the carry is more than a sum, or a buffer that is written to."""
+    """Whether any floating-point part of the carry is more than a running sum or a buffer that is written to."""
     return any(
         not _is_accumulated(body, old, new)
         for old, new in zip(before, after, strict=True)
@@ -52,7 +49,7 @@ def _is_recurrent(body: Any, before: list[Any], after: list[Any]) -> bool:
 
 
 def _is_accumulated(body: Any, old: Any, new: Any) -> bool:
-    """Whether the old value is used for the new one alone: unchanged, or by one kind of operation, such as adding."""
+    """Whether a step only passes the old value on, or applies one kind of operation to it, such as adding."""
     kinds = set()
     while old is not new:
         uses = [equation for equation in body.eqns for var in equation.invars if var is old]

@@ -1,19 +1,19 @@
-"""The ways to take the gradient that `verify` compares."""
+"""A loss, a batch, and the ways to take its gradient."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...core.errors import GradientError, LossError
+from ...core.errors import LossError
 from ...core.verify.result import total_error_of
-from ...core.verify.trial import Array, Gradient, Loop, Rows
-from ...core.weight import shares, totals
+from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
 from ...core.window import cuts
 from ..batch import Arrays, Form, num_rows
+from ..gradients import check_gradients, parameter_name
 from ..internals import calls, dropout_off
 from ..keys import for_micro_batch, for_samples
 from ..window import Spec, WindowTrace
@@ -23,7 +23,7 @@ _DRAWING = ("random_bits", "threefry2x32", "rng_bit_generator")
 
 
 class Trial:
-    """The user's loss on one batch, and the ways to take its gradient; see `core/verify/compare.py`."""
+    """The `Trial` of core/verify for JAX. Dropout is switched off for the comparison, and a note says so."""
 
     def __init__(self, spec: Spec, form: Form, parameters: Any, arrays: Arrays) -> None:
         if spec.rng == "per_sample":
@@ -31,23 +31,23 @@ class Trial:
         self.reduction = spec.reduction
         self.parameters = parameters
         self.arrays = arrays
-        self.run = WindowTrace(spec, form, arrays)
-        self.micro_batches = self._cut(self.run)
+        self.window = WindowTrace(spec, form, arrays)
+        self.micro_batches = self._cut(self.window)
         numbered = WindowTrace(spec, form, arrays._replace(rows=[jnp.arange(num_rows(arrays))]))
-        self.parts = [micro_batch.rows[0].tolist() for micro_batch in _pieces(numbered)]
-        dtypes = [self.run.terms_dtype, *(leaf.dtype for leaf in jax.tree.leaves(parameters))]
-        self._compiled: dict[int | None, Any] = {}
+        self.parts = [micro_batch.rows[0].tolist() for micro_batch in _micro_batches(numbered)]
+        dtypes = [self.window.terms_dtype, *(leaf.dtype for leaf in jax.tree.leaves(parameters))]
         self.epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
+        self._compiled: dict[int | None, Any] = {}
         self.has_dropout = False
-        self.draws = len(self.micro_batches) > 1 and bool(arrays.keys) and self._draws()
-        if self.draws:
+        self.is_random = len(self.micro_batches) > 1 and bool(arrays.keys) and self._draws()
+        if self.is_random:
             self.has_dropout = True
-            self.draws = self._draws()
-            self.has_dropout = not self.draws
+            self.is_random = self._draws()
+            self.has_dropout = not self.is_random
 
-    def _cut(self, run: WindowTrace) -> list[Arrays]:
-        run.inspect((self.parameters,))
-        return _pieces(run)
+    def _cut(self, window: WindowTrace) -> list[Arrays]:
+        window.inspect((self.parameters,))
+        return _micro_batches(window)
 
     def _draws(self) -> bool:
         """Whether another key gives another gradient."""
@@ -56,7 +56,7 @@ class Trial:
         return any(not np.array_equal(a, b, equal_nan=True) for a, b in found)
 
     def full(self) -> Gradient:
-        found = self._mix(self.run, self.micro_batches) if self.draws else self._of(self.arrays)
+        found = self._mix(self.window, self.micro_batches) if self.is_random else self._of(self.arrays)
         if not any(map(np.any, found.values())):
             raise LossError(
                 "the gradient of the whole batch is zero everywhere, so nothing can be compared: use the parameters "
@@ -64,29 +64,28 @@ class Trial:
             )
         return found
 
-    def _mix(self, run: WindowTrace, micro_batches: list[Arrays]) -> Gradient:
+    def _mix(self, window: WindowTrace, micro_batches: list[Arrays]) -> Gradient:
         """The gradient of the weighted mean of the losses of these micro-batches, as one function."""
-        right = self._scales(run, micro_batches)
+        right = self._scales(window, micro_batches)
 
         def loss(parameters: Any) -> Any:
             return sum(
                 scale * term
                 for micro_batch, row in zip(micro_batches, right, strict=True)
-                for term, scale in zip(run.loss((parameters,), micro_batch)[0], row, strict=True)
+                for term, scale in zip(window.loss((parameters,), micro_batch)[0], row, strict=True)
                 if scale
             )
 
-        with self._settled():
-            return self._named(jax.jit(jax.grad(loss))(self.parameters))
+        return self._gradient_of(loss)
 
     def accumulated(self) -> Gradient:
         with self._settled():
-            found = jax.jit(self.run.result)((self.parameters,)).gradient
+            found = jax.jit(self.window.result)((self.parameters,)).gradient
         return self._named(jax.tree.unflatten(jax.tree.structure(self.parameters), found))
 
     def of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
         def loss(parameters: Any, rows: list[Any]) -> Any:
-            terms = self.run.loss((parameters,), self.arrays._replace(rows=rows))[0]
+            terms = self.window.loss((parameters,), self.arrays._replace(rows=rows))[0]
             return sum(terms) if term is None else terms[term]
 
         if term not in self._compiled:  # once for each number of rows
@@ -99,36 +98,22 @@ class Trial:
     def by_loop(self, loop: Loop, order: Rows | None = None) -> tuple[Gradient, Gradient]:
         picked = [self.micro_batches[k] for k in (range(len(self.parts)) if order is None else order)]
 
-        def once() -> Gradient:  # on copies, since a loop may pop from a dict, or donate what it is given
+        def once() -> Gradient:  # on copies, since a loop may pop from a dict, or donate its arguments
             parameters, micro_batches = jax.tree.map(jnp.array, (self.parameters, picked))
-            batches = [self.run.form.batch(micro_batch) for micro_batch in micro_batches]
+            batches = [self.window.form.batch(micro_batch) for micro_batch in micro_batches]
             found = loop(parameters, [batch[0] if len(batch) == 1 else batch for batch in batches])
-            self._check_found(found)
+            remedy = "return the gradient of the window with respect to the parameters, in their form"
+            check_gradients(found, self.parameters, "step returned", remedy)
             return self._named(found)
 
         return once(), once()
 
-    def _check_found(self, found: Any) -> None:
-        remedy = "return the gradient of the window with respect to the parameters, in their form"
-        ours, theirs = jax.tree.structure(self.parameters), jax.tree.structure(found)
-        if ours != theirs:
-            raise GradientError(f"step returned {theirs} but the parameters are {ours}: {remedy}")
-        for parameter, (path, leaf) in zip(
-            jax.tree.leaves(self.parameters), jax.tree.leaves_with_path(found), strict=True
-        ):
-            if jnp.shape(parameter) != jnp.shape(leaf):
-                raise GradientError(
-                    f"step returned the shape {jnp.shape(leaf)} for {name_of(path)} of shape {jnp.shape(parameter)}: "
-                    f"{remedy}"
-                )
-
     def right_scales(self) -> Array:
-        return self._scales(self.run, self.micro_batches)
+        return self._scales(self.window, self.micro_batches)
 
-    def _scales(self, run: WindowTrace, micro_batches: list[Arrays]) -> Array:
-        weights = [tuple(map(float, run.weights(micro_batch))) for micro_batch in micro_batches]
-        total = totals(weights)
-        return np.array([shares(weight, total, self.reduction) for weight in weights])
+    def _scales(self, window: WindowTrace, micro_batches: list[Arrays]) -> Array:
+        weights = [tuple(map(float, window.weights(micro_batch))) for micro_batch in micro_batches]
+        return scales_of(weights, self.reduction)
 
     def notes(self) -> list[str]:
         if self.has_dropout:
@@ -137,7 +122,7 @@ class Trial:
                 "mask chooses what the loss is a mean over, that was not compared; in training each micro-batch draws "
                 'its own masks, as good as the full batch\'s but not the same; rng="per_sample" makes them the same'
             ]
-        if self.draws:
+        if self.is_random:
             return [
                 "the loss draws random numbers, and each micro-batch has its own key: the full batch was compared "
                 "with the same draws, micro-batch by micro-batch, so neither a wrong weight nor a loss that couples "
@@ -153,13 +138,13 @@ class Trial:
         cut, cause = self._cut_too()
         if cut is not None and total_error_of(full, cut) < 1e-3 * gap:
             return [cause]
-        if self._is_bent(full):
+        if self._is_nonlinear(full):
             return [
                 "the gradient of twice the loss is not twice the gradient: something in the backward pass, such as a "
-                "custom_vjp that clips, depends on the size of what it is given, and a sample's part in a micro-batch "
-                "is larger than in the whole batch; clip the finished gradient instead (optax.clip)"
+                "custom_vjp that clips, depends on the size of the incoming gradient, which is larger in a micro-batch "
+                "than in the whole batch; clip the finished gradient instead (optax.clip)"
             ]
-        if not self.draws and not self.has_dropout and self._draws_inside():
+        if not self.is_random and not self.has_dropout and self._draws_inside():
             return [
                 "the loss draws random numbers with a key that is not among its arguments, so each micro-batch draws "
                 "the same numbers, and the whole batch draws others: pass the key as an argument"
@@ -169,13 +154,13 @@ class Trial:
     def _cut_too(self) -> tuple[Gradient | None, str]:
         """The gradient if arrays that are passed whole, with as many rows as the batch, are cut too; and the cause."""
         num = num_rows(self.arrays)
-        if not (names := names_of_uncut(self.run.form, self.arrays, num)):
+        if not (names := names_of_uncut(self.window.form, self.arrays, num)):
             return None, ""
-        form, arrays = cut_too(self.run.form, self.arrays, num)
-        run = WindowTrace(self.run.spec, form, arrays)
+        form, arrays = cut_too(self.window.form, self.arrays, num)
+        window = WindowTrace(self.window.spec, form, arrays)
         cause = f"{names[0]} goes whole to every micro-batch, but is part of the batch: pass it by position"
         try:
-            return self._mix(run, self._cut(run)), cause
+            return self._mix(window, self._cut(window)), cause
         except Exception:  # the loss does not run when cut like this
             return None, ""
 
@@ -196,7 +181,7 @@ class Trial:
             "the second axis the gradient is right; put the samples first, and swap the axes in the loss"
         )
 
-    def _is_bent(self, full: Gradient) -> bool:
+    def _is_nonlinear(self, full: Gradient) -> bool:
         """Whether the backward pass is not linear. False if the loss gives another gradient each time."""
         if not total_error_of(full, self._of(self.arrays)) < 1e-4:
             return False
@@ -204,42 +189,30 @@ class Trial:
         return total_error_of(twice, self._of(self.arrays, 2.0)) > 1e-4
 
     def _draws_inside(self) -> bool:
-        loss = jax.make_jaxpr(lambda parameters: self.run.loss((parameters,), self.arrays)[0])
+        loss = jax.make_jaxpr(lambda parameters: self.window.loss((parameters,), self.arrays)[0])
         return calls(loss(self.parameters).jaxpr, _DRAWING)
-
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        yield
-
-    without_dropout = without_hooks = quiet
 
     def layer_causes(self) -> list[str]:
         return []
 
     blind_spots = carried_over = layer_causes
+    quiet = without_dropout = without_hooks = nullcontext
     has_hooks = False
 
-    @property
-    def is_random(self) -> bool:
-        return self.draws
-
     def _of(self, arrays: Arrays, scale: float = 1.0) -> Gradient:
+        return self._gradient_of(lambda parameters: scale * sum(self.window.loss((parameters,), arrays)[0]))
+
+    def _gradient_of(self, loss: Callable[[Any], Any]) -> Gradient:
         with self._settled():
-            found = jax.jit(jax.grad(lambda p: scale * sum(self.run.loss((p,), arrays)[0])))(self.parameters)
-        return self._named(found)
+            return self._named(jax.jit(jax.grad(loss))(self.parameters))
 
     def _settled(self) -> AbstractContextManager[Any]:
         return dropout_off() if self.has_dropout else nullcontext()
 
     def _named(self, gradient: Any) -> Gradient:
-        return {name_of(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(gradient)}
+        return {parameter_name(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(gradient)}
 
 
-def _pieces(run: WindowTrace) -> list[Arrays]:
-    """The micro-batches of a window."""
-    sizes = [part.stop - part.start for part in cuts(num_rows(run.arrays), run.cut.size)]
-    return [run.micro_batch(number, size) for number, size in enumerate(sizes)]
-
-
-def name_of(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".") or "parameters"
+def _micro_batches(window: WindowTrace) -> list[Arrays]:
+    sizes = [part.stop - part.start for part in cuts(num_rows(window.arrays), window.cut.size)]
+    return [window.micro_batch(number, size) for number, size in enumerate(sizes)]

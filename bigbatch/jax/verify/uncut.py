@@ -12,21 +12,16 @@ from ..batch import Arrays, Form, name_of
 
 
 def check_uncut(form: Form, arrays: Arrays, num_samples: int, trace: Callable[[int], Any]) -> None:
-    """Refuses an argument with as many rows as the batch, if the loss works with this number of samples alone.
+    """Raises BatchError for an uncut argument with as many rows as the batch, if the loss works with no other number.
 
-    A table that happens to have as many rows works with any number of samples.
-
-    Args:
-        form: The arguments of the loss, without their arrays.
-        arrays: The arrays among them.
-        num_samples: The size of the batch.
-        trace: `trace(num_samples)` traces the loss.
+    If the argument is a table that has as many rows by accident, the loss works with any number of samples.
+    `trace(num_samples)` traces the loss with so many.
     """
     if (error := _uncut_error(form, arrays, num_samples)) is None:
         return
     try:
         trace(num_samples)
-    except Exception:  # another mistake, which calling the loss will show
+    except Exception:  # another mistake: calling the loss will raise it
         return
     try:
         trace(2 * num_samples)
@@ -35,11 +30,11 @@ def check_uncut(form: Form, arrays: Arrays, num_samples: int, trace: Callable[[i
 
 
 def _uncut_error(form: Form, arrays: Arrays, num_samples: int) -> BatchError | None:
-    """Names an array or a list of numbers that has as many rows as the batch, if there is one."""
+    """The error for an array or a list of numbers with as many rows as the batch; None if there is none."""
     if num_samples < 2:
         return None
     try:
-        check_lists(list(form.bind((None,) * len(form.argnums), arrays)), num_samples)
+        check_lists(list(form.bind(arrays)), num_samples)
     except BatchError as error:
         return error
     if not (names := names_of_uncut(form, arrays, num_samples)):
@@ -51,11 +46,12 @@ def _uncut_error(form: Form, arrays: Arrays, num_samples: int) -> BatchError | N
 
 
 def names_of_uncut(form: Form, arrays: Arrays, num_samples: int) -> list[str]:
+    """The names of the uncut arrays with as many rows as the batch."""
     return [name_of(path) for path, role, leaf in form.leaves(arrays) if _is_uncut(role, leaf, num_samples)]
 
 
 def cut_too(form: Form, arrays: Arrays, num_samples: int) -> tuple[Form, Arrays]:
-    """The same call, with these arrays as part of the batch."""
+    """The same arguments, with these arrays as part of the batch."""
     leaves = [(role, leaf) for _, role, leaf in form.leaves(arrays)]
     roles = tuple("rows" if _is_uncut(role, leaf, num_samples) else role for role, leaf in leaves)
     rows = [leaf for role, (_, leaf) in zip(roles, leaves, strict=True) if role == "rows"]

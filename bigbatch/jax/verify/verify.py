@@ -14,7 +14,7 @@ from ...core.verify.result import Verification
 from ...core.verify.trial import Loop
 from ...core.weight import Reduction, check_reduction
 from ..auxiliary import AuxSpec
-from ..batch import as_numbers, take_apart
+from ..batch import as_numbers, split_arguments
 from ..keys import Rng
 from ..window import Loss, Spec
 from .trial import Trial
@@ -36,25 +36,34 @@ def verify(
     step: Loop | None = None,
     tolerance: float | None = None,
 ) -> Verification:
-    """Compares the accumulated gradient with that of the full batch, in float64, and names the cause if they differ.
+    """Compares the accumulated gradient with that of the full batch, and names the cause if they differ.
 
-    A loss that only runs in float32 is compared in float32, and the result says so.
+        full = jax.grad(loss)(parameters, batch)
+        accumulated = grad(loss, micro_batch_size)(parameters, batch)
+        error = |accumulated - full| / |full|            # for each parameter
+
+    Both are computed in float64. A loss that only runs in float32 is compared in float32, and the result says so.
 
     Args:
-        parameters: The arguments to differentiate by: the first argument of the loss.
-        batch: The second argument of the loss.
-        loss: Called as `loss(parameters, batch, *args, **kwargs)`.
+        parameters: The parameters: the first argument of the loss.
+        batch: A batch that fits into memory as a whole: the second argument of the loss.
+        loss: `loss(parameters, batch, *args, **kwargs)` returns the mean over the batch, or a tuple of means.
         micro_batch_size: The number of samples in a micro-batch.
-        weight: As for `value_and_grad`.
+        weight: `weight(batch)` returns over how many samples or tokens the loss is a mean; for a tuple of means, a
+            tuple of the same length. None: the number of samples.
         has_aux: Whether the loss returns `(loss, aux)`.
-        reduction: "mean" or "sum".
-        rng: As for `value_and_grad`.
+        reduction: "mean", or "sum" if the loss adds up.
+        rng: What happens to PRNG keys among the arguments. "per_micro_batch" folds in the number of the micro-batch;
+            "per_sample" passes the loss one key for each sample; None passes keys as they are.
         args: Further arguments of the loss, by position.
         kwargs: Further arguments of the loss, by keyword.
         batch_argnums: The numbers of the arguments to cut, if not all are cut.
-        step: Your own accumulation, to compare instead: `step(parameters, micro_batches)` returns its gradient.
-        tolerance: The largest relative difference that passes. None: 1e-9 in float64; in float32 it follows from the
-            size of the sums.
+        step: Your own accumulation, to check instead: `step(parameters, micro_batches)` returns its gradient.
+        tolerance: The largest relative error that counts as exact. None: 1e-9 in float64; in float32 it follows from
+            the number of samples and micro-batches.
+
+    Returns:
+        The verdict, true if it is exact. Printed, it is a table with the causes in sentences below.
     """
     micro_batch_size = positive("micro_batch_size", micro_batch_size)
     check_reduction(reduction)
@@ -63,7 +72,7 @@ def verify(
 
     def compare(given: Any) -> Verification:
         positional, named = given
-        form, (own,), arrays = take_apart(positional, named, (0,), numbers)
+        form, (own,), arrays = split_arguments(positional, named, (0,), numbers)
         trial = Trial(spec, form, own, arrays)
         return audit(trial, tolerance, step)
 
