@@ -151,7 +151,7 @@ class _Capture:
 
 def _shape_of(micro_batch: Any, device: torch.device) -> Hashable:
     """What two micro-batches must have in common to be replayed by the same graph."""
-    found: list[Hashable] = [type(micro_batch)]
+    found: list[Any] = [type(micro_batch)]
     for name, leaf in nest.leaves(micro_batch, "micro_batch"):
         if isinstance(leaf, Tensor):
             if leaf.layout is not torch.strided or leaf.is_nested or (leaf.ndim and leaf.device != device):
