@@ -1,4 +1,4 @@
-"""Checkpoints of a loop: everything that it needs to go on as if it had never been stopped."""
+"""Checkpoints of a training loop, so that it can continue as if it had never been stopped."""
 
 import os
 from collections.abc import Mapping
@@ -16,17 +16,24 @@ from .arrays import from_array, to_array, with_sparse, without_sparse
 
 
 class Checkpoints(Resumable):
-    """Saves what an accumulator trains, and takes it up again.
+    """Saves what an accumulator trains at intervals, and restores it.
 
         checkpoints = Checkpoints("checkpoints", accumulator, every="10min", history=history)
         for batch in checkpoints.batches(loader, epochs=10):
             history.append(accumulator.step(batch))
 
-    A process that was killed is started again with the same lines, and ends with the same parameters, bit for bit on a
-    CPU. A checkpoint has the model, the optimizer, the schedule, the scaler, the gradients of a window that is open,
-    the random numbers of Python, NumPy and PyTorch on all devices, the place in the data and the history; `more` may
-    add objects with state_dict() and load_state_dict(), by name. It is JSON and safetensors: reading one that a
-    stranger made runs no code.
+    If the process is killed, start it again with the same lines: it ends with the same parameters, bit for bit on a
+    CPU. A checkpoint has the model, the optimizer, the schedule, the scaler, the gradients of an open window, the
+    random state of Python, NumPy and PyTorch on all devices, the position in the data and the history. It is JSON and
+    safetensors, so reading one from somebody else runs no code.
+
+    Args:
+        folder: Where checkpoints are kept.
+        accumulator: What is saved, with its model, optimizer and schedule.
+        every: How often to save: a number of batches, a time such as "10min", or None for `save()` alone.
+        keep: How many checkpoints to keep.
+        history: A History to save and to restore as well.
+        **more: Other objects with state_dict() and load_state_dict(), by name.
     """
 
     def __init__(
@@ -53,9 +60,9 @@ class Checkpoints(Resumable):
         super().__init__(folder, every=every, keep=keep, history=history, to_array=to_array, from_array=from_array)
 
     def restore(self) -> bool:
-        """Takes up the newest checkpoint that is whole; False if there is none. `batches` does this by itself.
+        """Loads the newest intact checkpoint; returns False if there is none. `batches` does this by itself.
 
-        What is damaged is named in a warning and never used. If a checkpoint does not fit, nothing is changed.
+        A damaged checkpoint is named in a warning and never used. If a checkpoint does not fit, nothing is changed.
         """
         return self._restore()
 
@@ -74,15 +81,17 @@ class Checkpoints(Resumable):
                 check_model(state[name], part.state_dict())
             elif isinstance(part, torch.optim.Optimizer):
                 check_optimizer(state[name], part.state_dict())
-        self._parts["accumulator"].load_state_dict(state["accumulator"])  # it may refuse; and is told again, after
-        for name in (*(name for name in self._parts if name != "accumulator"), "accumulator"):
-            if isinstance(part := self._parts[name], torch.optim.Optimizer):
+        accumulator = self._parts["accumulator"]
+        accumulator.load_state_dict(state["accumulator"])  # first, since it may refuse
+        for name, part in self._parts.items():
+            if isinstance(part, torch.optim.Optimizer):
                 load_optimizer(part, state[name])
-            else:
+            elif part is not accumulator:
                 part.load_state_dict(state[name])
+        accumulator.load_state_dict(state["accumulator"])  # again, since the parameters have changed
 
     def _progress(self) -> tuple[int, int]:
-        """Steps, and micro-batches of a window that is fed; what an interrupted step has is no whole batch."""
+        """The steps, and the micro-batches of an open window. What an interrupted step has is no whole batch."""
         accumulator = self._parts["accumulator"]
         return accumulator.num_steps, accumulator.num_fed
 
@@ -91,7 +100,7 @@ class Checkpoints(Resumable):
             **super()._random(data),
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "loader": [generator.get_state() for generator in generators_of(data)],
+            "loader": [generator.get_state() for generator in _generators_of(data)],
         }
 
     def _set_random(self, found: dict[str, Any], data: Any) -> None:
@@ -99,12 +108,12 @@ class Checkpoints(Resumable):
         torch.set_rng_state(found["torch"])
         if len(found["cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(found["cuda"])
-        for generator, state in zip(generators_of(data), found["loader"], strict=False):
+        for generator, state in zip(_generators_of(data), found["loader"], strict=False):
             generator.set_state(state)
 
 
-def generators_of(data: Any) -> list[torch.Generator]:
-    """Those that a data loader and its samplers draw the order from."""
+def _generators_of(data: Any) -> list[torch.Generator]:
+    """The generators from which a data loader and its samplers draw the order."""
     data = stream_of(data)
     batch_sampler = getattr(data, "batch_sampler", None)
     parts = (data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
@@ -113,9 +122,9 @@ def generators_of(data: Any) -> list[torch.Generator]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """As it was saved: load_state_dict makes what it holds of a parameter as precise as that (torch 2.13).
+    """Loads the state with the dtypes that were saved: load_state_dict casts it to those of the parameters (2.13).
 
-    The state of NAdam and ASGD is float32 for a parameter of any type, and would go on with other bits.
+    NAdam and ASGD have float32 state for parameters of any dtype, and would continue with other bits.
     """
     optimizer.load_state_dict(state)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -128,7 +137,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def check_model(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuses before the first parameter is changed, which load_state_dict does not."""
+    """Raises StateError before the first parameter is changed, which load_state_dict does not."""
     if other := sorted(found.keys() ^ wanted.keys()):
         where = "the checkpoint" if other[0] in found else "the model"
         raise StateError(f"only {where} has {other[0]}: go on with the model that it was saved with")
@@ -144,7 +153,7 @@ def check_model(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
 
 
 def check_optimizer(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuses another number of groups or parameters, and another kind of optimizer."""
+    """Raises StateError for another number of groups or parameters, and for another kind of optimizer."""
     sizes = [[len(group["params"]) for group in state["param_groups"]] for state in (found, wanted)]
     if sizes[0] != sizes[1]:
         raise StateError(
