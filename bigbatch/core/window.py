@@ -13,7 +13,11 @@ AccumulationSteps = int | Callable[[int], int]
 
 
 class Window(Sequence[T], Generic[T]):
-    """The micro-batches that make up one step, in order."""
+    """The micro-batches that make up one step, in order.
+
+    Args:
+        micro_batches: Any iterable.
+    """
 
     __slots__ = ("_micro_batches",)
 
@@ -36,9 +40,7 @@ class Window(Sequence[T], Generic[T]):
 
 
 class windows(Generic[T]):  # noqa: N801 - reads as the function that it stands for, like `range`
-    """Groups a stream of micro-batches into windows; the last one may be shorter.
-
-    Stands for
+    """Groups a stream of micro-batches into windows; the last one may be shorter. Stands for
 
         window = []
         for micro_batch in stream:
@@ -49,8 +51,11 @@ class windows(Generic[T]):  # noqa: N801 - reads as the function that it stands 
         if window:
             yield window
 
-    `accumulation_steps` is a number, or a function of the step number (a batch-size ramp). The step number
-    starts at `first_step` and counts on when the same object is iterated again, epoch after epoch.
+    Args:
+        iterable: The micro-batches. If it can be iterated again, so can this.
+        accumulation_steps: The number of micro-batches in a window, or a function of the step number (a batch-size
+            ramp).
+        first_step: The first step number. It counts on when this is iterated again, epoch after epoch.
     """
 
     def __init__(self, iterable: Iterable[T], accumulation_steps: AccumulationSteps, *, first_step: int = 0) -> None:

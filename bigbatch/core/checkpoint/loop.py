@@ -37,18 +37,12 @@ class Resumable:
         self._every = Every(every)
         self._store = Store(folder, keep=keep, to_array=to_array, from_array=from_array)
         self.history = history
-        self.num_batches = 0
-        """How many batches are done, of all epochs."""
-        self.epoch = self.place = 0
-        """The epoch, and how many of its batches are done."""
-        self._at_epoch: Any = None
-        """The random state before the epoch; None between two epochs."""
-        self._at_batch: Any = None
-        """The random state before the batch that is being trained on was read."""
-        self._now: Any = None
-        """The random state to continue with, once the batches that are done have been skipped."""
-        self._before: Any = None
-        """The progress when the loop was given its batch; None if it has none."""
+        self.num_batches = 0  # how many batches are done, of all epochs
+        self.epoch = self.place = 0  # the epoch, and how many of its batches are done
+        self._at_epoch: Any = None  # the random state before the epoch; None between two epochs
+        self._at_batch: Any = None  # the random state before the batch in hand was read
+        self._now: Any = None  # the random state to continue with, once the batches that are done have been skipped
+        self._before: Any = None  # the progress before the batch in hand; None if the loop has none
         self._data: Any = None
         self._is_restored = False
 

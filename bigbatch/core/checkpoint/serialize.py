@@ -11,8 +11,8 @@ import numpy as np
 
 from ..errors import MissingExtraError, StateError
 
+# Types that NumPy does not have are stored as integers of the same size
 STORED = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
-"""Types that NumPy does not have are stored as integers of the same size."""
 _KNOWN = {
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64",
     "complex64", "complex128", *STORED,

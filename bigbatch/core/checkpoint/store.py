@@ -72,8 +72,7 @@ class Store:
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
         self._damaged: set[Path] = set()
-        self.newest_step: int | None = None
-        """The step of the newest intact checkpoint that was written or read."""
+        self.newest_step: int | None = None  # of the newest intact checkpoint that was written or read
 
     # --- writing -----------------------------------------------------------------------------------------
 
@@ -118,7 +117,7 @@ class Store:
             part.mkdir()
             for name, content in contents.items():
                 write_through(part / name, content)
-            write_through(part / MANIFEST, manifest_of(step, contents))
+            write_through(part / MANIFEST, _manifest_of(step, contents))
             flush_folder(part)
             part.rename(path)
             flush_folder(self.folder)
@@ -227,13 +226,13 @@ class Store:
         return []
 
 
-def manifest_of(step: int, contents: Mapping[str, bytes]) -> bytes:
+def _manifest_of(step: int, contents: Mapping[str, bytes]) -> bytes:
     """The manifest of a checkpoint with these files."""
     files = {name: {"bytes": len(content), "sha256": _digest(content)} for name, content in contents.items()}
-    return signed({"format": _FORMAT, "step": step, "files": files})
+    return _signed({"format": _FORMAT, "step": step, "files": files})
 
 
-def signed(manifest: Mapping[str, Any]) -> bytes:
+def _signed(manifest: Mapping[str, Any]) -> bytes:
     """A manifest as a file: its only spelling as JSON, and the checksum of that. So a changed byte is always found."""
     text = json.dumps(manifest, indent=1, sort_keys=True)
     return f"{text}\n{_digest(text.encode())}\n".encode()
@@ -249,7 +248,7 @@ def _verified_contents(path: Path) -> tuple[int, dict[str, bytes]]:
         raise ValueError("it is a link to elsewhere")
     text = read_plain(path / MANIFEST, _MAX_MANIFEST)
     manifest = json.loads(text[: text.rindex(b"}") + 1])
-    if text != signed(manifest):
+    if text != _signed(manifest):
         raise ValueError(f"{MANIFEST} is not as it was written")
     if manifest["format"] != _FORMAT:
         raise ValueError(f"it has format {manifest['format']}, and this version reads {_FORMAT}")

@@ -18,12 +18,10 @@ from ..window import Shares
 from .fingerprint import PLAIN, fingerprint, modules_of
 from .recording import Pass, Recorded
 
-_NUM_WARM_UPS = 1
-"""How many passes of a new shape run eagerly before one is recorded: many a shape comes only once."""
+_NUM_WARM_UPS = 1  # passes of a new shape that run eagerly before one is recorded: many a shape comes only once
 _MAX_SHAPES = 32
-_MAX_CHANGES = 8
-_MAX_CHANGES_TO_RECORD = 1
-"""After changes before two windows in a row another one is likely, and a recording would serve this window alone."""
+_MAX_CHANGES = 8  # changes before so many windows in a row are worth a warning
+_MAX_CHANGES_TO_RECORD = 1  # after more of them the next is likely, and a recording would serve one window alone
 
 
 class _Capture:
@@ -48,8 +46,7 @@ class _Capture:
         self._pool = torch.cuda.graph_pool_handle()
         self._recorded: dict[Hashable, Recorded] = {}
         self._num_seen: Counter[Hashable] = Counter()
-        self._memory: dict[Tensor, Tensor] = {}
-        """Where recorded passes add up gradients, by parameter."""
+        self._memory: dict[Tensor, Tensor] = {}  # where recorded passes add up gradients, by parameter
         self._fingerprint: list[Any] = []
         self._num_changes = 0
         self._loss: Any = None

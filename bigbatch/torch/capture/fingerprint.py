@@ -13,8 +13,7 @@ from torch.nn.parameter import is_lazy
 from ..internals import HOOKS_AFTER, HOOKS_BEFORE, uncompiled
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, torch.Size})
-_MAX_LENGTH = 64
-"""The longest list or dict that is looked into: a vocabulary is not read word by word before each window."""
+_MAX_LENGTH = 64  # of a list or dict that is looked into: a vocabulary is not read word by word before each window
 _DATA_PARALLEL = "torch.nn.parallel.distributed"
 _NOT_LOOKED_INTO = frozenset({"torch", "bigbatch", "numpy", "logging"})
 
