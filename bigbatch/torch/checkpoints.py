@@ -140,7 +140,7 @@ def check_model(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises StateError before the first parameter is changed, which load_state_dict does not."""
     if other := sorted(found.keys() ^ wanted.keys()):
         where = "the checkpoint" if other[0] in found else "the model"
-        raise StateError(f"only {where} has {other[0]}: go on with the model that it was saved with")
+        raise StateError(f"only {where} has {other[0]}: continue with the model that it was saved with")
     for name, tensor in wanted.items():
         if isinstance(tensor, Tensor):
             there = found[name]
@@ -148,7 +148,7 @@ def check_model(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
                 what = f"{there.dtype}{list(there.shape)}" if isinstance(there, Tensor) else type(there).__name__
                 raise StateError(
                     f"{name} is {what} in the checkpoint but {tensor.dtype}{list(tensor.shape)} in the model: "
-                    "go on with the model that it was saved with"
+                    "continue with the model that it was saved with"
                 )
 
 
@@ -158,11 +158,11 @@ def check_optimizer(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None
     if sizes[0] != sizes[1]:
         raise StateError(
             f"the optimizer has groups of {sizes[0]} parameters in the checkpoint but of {sizes[1]} here: "
-            "go on with the optimizer that it was saved with"
+            "continue with the optimizer that it was saved with"
         )
     for theirs, own in zip(found["param_groups"], wanted["param_groups"], strict=True):
         if other := sorted(theirs.keys() ^ own.keys()):
             where = "the checkpoint" if other[0] in theirs else "this run"
             raise StateError(
-                f"only the optimizer of {where} has the option {other[0]}: go on with the kind that it was saved with"
+                f"only the optimizer of {where} has the option {other[0]}: continue with the kind that was saved"
             )

@@ -44,7 +44,7 @@ def damaged(folder: Path) -> str:
     assert (found.step, found.state["w"].tolist()) == (1, [1.0, 2.0, 3.0, 4.0])
     (message,) = [str(warning.message) for warning in told]
     assert f"{folder / '000002'} is damaged" in message
-    assert f"going on from {folder / '000001'}" in message
+    assert f"continuing from {folder / '000001'}" in message
     return message
 
 
@@ -242,7 +242,7 @@ def test_none_that_is_whole(tmp_path: Path) -> None:
     saved(tmp_path)
     for path in tmp_path.glob("0*"):
         (path / STATE).write_bytes(b"")
-    with pytest.raises(StateError, match=r"000002 is damaged .*000001 is damaged .*no checkpoint in .* is whole"):
+    with pytest.raises(StateError, match=r"000002 is damaged .*000001 is damaged .*no checkpoint in .* is intact"):
         Store(tmp_path).load()
 
 
@@ -462,7 +462,7 @@ def test_when_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_kept(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="keep=0"):
+    with pytest.raises(OptionError, match="keep is 0"):
         Store(tmp_path, keep=0)
 
 

@@ -155,8 +155,8 @@ class Resumable:
         stream = stream_of(data)
         if isinstance(stream, Iterator):  # iter() of a data loader would draw random numbers, and start its workers
             raise OptionError(
-                f"data is a {type(stream).__name__}, which can be gone through once and not taken up in the middle: "
-                "pass something that can be iterated again, such as a list or a data loader"
+                f"data is a {type(stream).__name__}, which can be iterated only once: pass something that can be "
+                "iterated again, such as a list or a data loader"
             )
         self._data = data
         if not self._is_restored:
@@ -200,7 +200,7 @@ class Resumable:
         if number + 1 < num_done:
             raise StateError(
                 f"the checkpoint was taken after {num_done} batches of epoch {self.epoch + 1} but data has only "
-                f"{number + 1}: go on with the data that it was begun with"
+                f"{number + 1}: continue with the data that was used before"
             )
 
     def _begin_epoch(self, data: Any) -> None:

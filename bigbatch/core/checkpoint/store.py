@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError, OrderError, StateError, warn
+from ..errors import OrderError, StateError, warn
+from ..options import positive
 from .files import flush_folder, make_folder, read_plain, remove, write_through
 from .serialize import Array, as_array, from_safetensors, packed, safetensors, to_json, to_safetensors, unpacked
 
@@ -60,11 +61,9 @@ class Store:
         from_array: Callable[[Array], Any] = Array.numpy,
         is_read_only: bool = False,
     ) -> None:
-        if keep < 1:
-            raise OptionError(f"keep={keep} checkpoints would be none: pass 1 or more")
         safetensors()
         self.folder = Path(folder)
-        self.keep = keep
+        self.keep = positive("keep", keep)
         self.is_read_only = is_read_only
         self._to_array, self._from_array = to_array, from_array
         self._pid = os.getpid()
@@ -81,8 +80,6 @@ class Store:
 
         If it cannot be written, you are warned and earlier checkpoints are kept; with `wait` the error is raised.
         """
-        if self.is_read_only:
-            raise OrderError(f"{self.folder} was opened to be read only: open it without is_read_only to save")
         if os.getpid() != self._pid:
             raise OrderError(
                 f"the checkpoints in {self.folder} are written by process {self._pid} and this is {os.getpid()}, which "
@@ -146,10 +143,9 @@ class Store:
 
     def _joined(self) -> BaseException | None:
         """Waits for the writer; returns its error."""
-        if self._writer is not None and os.getpid() == self._pid:
+        if self._writer is not None:
             self._writer.join()
-            self._writer = None
-        error, self._error = self._error, None
+        error, self._writer, self._error = self._error, None, None
         return error
 
     def warn_not_written(self, error: BaseException) -> None:
@@ -202,11 +198,11 @@ class Store:
                 damages.append(str(error))
                 continue
             if damages:
-                warn(f"{'; '.join(damages)}: going on from {path}")
+                warn(f"{'; '.join(damages)}: continuing from {path}")
             self.newest_step = found.step
             return found
         if damages:
-            raise StateError(f"{'; '.join(damages)}: no checkpoint in {self.folder} is whole, so start anew")
+            raise StateError(f"{'; '.join(damages)}: no checkpoint in {self.folder} is intact, so start over")
         return None
 
     def _read(self, path: Path) -> Checkpoint:
