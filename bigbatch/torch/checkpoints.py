@@ -67,28 +67,10 @@ class Checkpoints(Resumable):
         return self._restore()
 
     def _state(self) -> tuple[Any, Mapping[str, bytes]]:
-        return without_sparse({name: part.state_dict() for name, part in self._parts.items()}), {}
+        return state_of(self._parts), {}
 
     def _load(self, state: Any, files: Mapping[str, bytes]) -> None:
-        state = with_sparse(state)
-        if state.keys() != self._parts.keys():
-            raise StateError(
-                f"the checkpoint has {', '.join(sorted(state))} but this run {', '.join(sorted(self._parts))}: "
-                "give Checkpoints what it was given when it was saved"
-            )
-        for name, part in self._parts.items():
-            if isinstance(part, nn.Module):
-                check_model(state[name], part.state_dict())
-            elif isinstance(part, torch.optim.Optimizer):
-                check_optimizer(state[name], part.state_dict())
-        accumulator = self._parts["accumulator"]
-        accumulator.load_state_dict(state["accumulator"])  # first, since it may refuse
-        for name, part in self._parts.items():
-            if isinstance(part, torch.optim.Optimizer):
-                load_optimizer(part, state[name])
-            elif part is not accumulator:
-                part.load_state_dict(state[name])
-        accumulator.load_state_dict(state["accumulator"])  # again, since the parameters have changed
+        load_state(self._parts, state)
 
     def _progress(self) -> tuple[int, int]:
         """The steps, and the micro-batches of an open window. What an interrupted step has is no whole batch."""
@@ -112,6 +94,34 @@ class Checkpoints(Resumable):
             generator.set_state(state)
 
 
+def state_of(parts: Mapping[str, Any]) -> Any:
+    """The state of each part by its name: the model, the optimizer, the accumulator and others."""
+    return without_sparse({name: part.state_dict() for name, part in parts.items()})
+
+
+def load_state(parts: Mapping[str, Any], state: Any) -> None:
+    """Loads what `state_of` returned; raises StateError before anything is changed if it does not fit."""
+    state = with_sparse(state)
+    if state.keys() != parts.keys():
+        raise StateError(
+            f"the checkpoint has {', '.join(sorted(state))} but this run {', '.join(sorted(parts))}: "
+            "give Checkpoints what it was given when it was saved"
+        )
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            _check_model(state[name], part.state_dict())
+        elif isinstance(part, torch.optim.Optimizer):
+            _check_optimizer(state[name], part.state_dict())
+    accumulator = parts["accumulator"]
+    accumulator.load_state_dict(state["accumulator"])  # first, since it may refuse
+    for name, part in parts.items():
+        if isinstance(part, torch.optim.Optimizer):
+            _load_optimizer(part, state[name])
+        elif part is not accumulator:
+            part.load_state_dict(state[name])
+    accumulator.load_state_dict(state["accumulator"])  # again, since the parameters have changed
+
+
 def _generators_of(data: Any) -> list[torch.Generator]:
     """The generators from which a data loader and its samplers draw the order."""
     data = stream_of(data)
@@ -121,7 +131,7 @@ def _generators_of(data: Any) -> list[torch.Generator]:
     return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Loads the state with the dtypes that were saved: load_state_dict casts it to those of the parameters (2.13).
 
     NAdam and ASGD have float32 state for parameters of any dtype, and would continue with other bits.
@@ -136,7 +146,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
                 own[name] = value.to(own[name].device)
 
 
-def check_model(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_model(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises StateError before the first parameter is changed, which load_state_dict does not."""
     if other := sorted(found.keys() ^ wanted.keys()):
         where = "the checkpoint" if other[0] in found else "the model"
@@ -152,7 +162,7 @@ def check_model(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
                 )
 
 
-def check_optimizer(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_optimizer(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises StateError for another number of groups or parameters, and for another kind of optimizer."""
     sizes = [[len(group["params"]) for group in state["param_groups"]] for state in (found, wanted)]
     if sizes[0] != sizes[1]:

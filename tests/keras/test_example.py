@@ -1,4 +1,4 @@
-"""The example runs, and says what it promises."""
+"""Runs the example and checks the figures that it prints."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "keras_fit.py"
 
 @pytest.mark.any_backend
 def test_keras_fit() -> None:
-    """The history of bigbatch is that of the full batch, Keras's own is not, and it learns."""
+    """bigbatch gives the history of the full batch, Keras's own accumulation does not, and the model learns."""
     command = [sys.executable, str(EXAMPLE)]
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
     found = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+) +([\d.]+)$", output, re.MULTILINE)

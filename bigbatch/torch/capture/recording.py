@@ -15,9 +15,9 @@ from ...core.errors import CaptureError
 from ...core.weight import Terms
 from .. import batch as nest
 from ..backward import Backward, Loss, check_loss, is_low
-from ..gradients import GradientBuffer, Gradients, clear, leaves_of
+from ..gradients import GradientBuffer, Gradients, clear, leaves_of, run_backward
 from ..internals import places_of_parameters
-from ..sums import Sums, norm, values
+from ..sums import Sums
 from .graph import capture_errors, no_waiting, record
 from .snapshot import Snapshot
 
@@ -92,15 +92,15 @@ class Pass:
             buffer.put(unit)
             sums.update((p, g.clone()) for p, g in _taken(buffer).items())  # they may lie in `memory`
             seeds = [self.eager.seed(*pair).clone() for pair in zip(factors, terms, strict=True)]
-            self.eager.run(terms, factors)
+            run_backward(*self.eager.counted(terms, factors))
             buffer.unalias()
             expected = _taken(buffer)
             losses = [term.detach().reshape(()).clone() for term in terms]
             others = WeakSet(leaves_of(*terms).difference(buffer.parameters, nest.tensors(inputs)))
             del terms  # and with them what the pass has made for itself
             self._check(snapshot, expected, list(others))
-            total_norm = norm(expected)
-            if not expected or not math.isfinite(total_norm):
+            norm = expected.norm()
+            if not expected or not math.isfinite(norm):
                 return None
             for p in expected.keys() - self.memory.keys():
                 self.memory[p] = torch.zeros_like(p, dtype=self.gradients.wide_dtype(p), requires_grad=False)
@@ -112,7 +112,7 @@ class Pass:
             snapshot.restore()
             torch._foreach_zero_(list(own.values()))
             recorded.run(micro_batch, factors)
-            self._compare(recorded, expected, losses, total_norm)
+            self._compare(recorded, expected, losses, norm)
             for p, g in own.items():
                 sums[p] = g.add_(sums[p]) if p in sums else g
             is_done = True
@@ -196,15 +196,15 @@ class Pass:
         with torch.autocast("cuda", enabled=False):
             return torch.autograd.grad(losses, leaves, [seed.expand(term.shape) for term, seed in counted])
 
-    def _compare(self, recorded: Recorded, expected: Sums, losses: list[Tensor], total_norm: float) -> None:
+    def _compare(self, recorded: Recorded, expected: Sums, losses: list[Tensor], norm: float) -> None:
         """Raises CaptureError if a replay gave other gradients or losses than the eager pass."""
         tolerance = max(_TOLERANCE.get(p.dtype, _LOW_TOLERANCE) for p in expected)
         if torch.is_autocast_enabled("cuda") or self.eager.precision.dtype is not None:
             tolerance = _LOW_TOLERANCE
-        apart = values(expected)
+        apart = expected.tensors()
         norms = torch.stack(torch._foreach_norm(apart)).double()
-        torch._foreach_sub_(apart, values(recorded.sums))
-        errors = torch.stack(torch._foreach_norm(apart)).double() / (norms + total_norm / 100 + _TINY)
+        torch._foreach_sub_(apart, recorded.sums.tensors())
+        errors = torch.stack(torch._foreach_norm(apart)).double() / (norms + norm / 100 + _TINY)
         eager, replayed = (torch.stack([*map(Tensor.double, found)]) for found in (losses, recorded.losses))
         loss_errors = ((eager - replayed).abs() / (eager.abs() + _TINY)).where(eager.isfinite(), 0.0)
         worst = float(torch.cat([errors, loss_errors]).max())
