@@ -19,12 +19,15 @@ def run_epochs(
     flushed: Callable[[], Iterable[Step]] = tuple,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> History:
-    """Feeds every window of every epoch to `step`; refuses a stream that is spent before the end.
+    """Calls `step` with every window of every epoch; returns the history.
 
-    Without `accumulation_steps` the data is made of batches, which are fed as they are.
-
-    `flushed` makes the steps that are left at the end of an epoch, those of other ranks too. The step after which
-    `is_stopped` says so is the last.
+    Args:
+        step: Makes one step of the optimizer.
+        data: Micro-batches, or without `accumulation_steps` the batches themselves.
+        accumulation_steps: The number of micro-batches in a window, or a function of the step number.
+        epochs: How often to iterate over the data.
+        flushed: A generator of the steps that are left at the end of an epoch, those of other ranks too.
+        is_stopped: Whether the step before was the last.
     """
     positive("epochs", epochs)
     if epochs > 1 and iter(data) is data:
@@ -36,7 +39,7 @@ def run_epochs(
     stream: Iterable[Any] = data if accumulation_steps is None else windows(data, accumulation_steps)
     for epoch in range(epochs):
         before = len(history)
-        for made in chain(map(step, stream), _late(flushed)):
+        for made in chain(map(step, stream), flushed()):
             history.append(made)
             if is_stopped():
                 return history
@@ -53,7 +56,7 @@ def run_epochs(
 
 
 def check_one_way(accumulation_steps: AccumulationSteps | None, micro_batch_size: int | None) -> None:
-    """What the data is made of: micro-batches that are put together, or batches that are cut."""
+    """Raises OptionError unless one of them says whether data gives micro-batches or batches to cut."""
     if accumulation_steps is None and micro_batch_size is None:
         raise OptionError(
             "train_with_accumulation() does not know what data is made of: pass accumulation_steps=… if it gives "
@@ -64,8 +67,3 @@ def check_one_way(accumulation_steps: AccumulationSteps | None, micro_batch_size
             f"accumulation_steps={accumulation_steps!r} says that data gives micro-batches, and "
             f"micro_batch_size={micro_batch_size!r} that it gives batches to cut: pass one of the two"
         )
-
-
-def _late(flushed: Callable[[], Iterable[Step]]) -> Iterable[Step]:
-    """Asked for only once everything before is done."""
-    yield from flushed()

@@ -1,4 +1,4 @@
-"""A stream of micro-batches becomes windows; a batch size becomes cuts."""
+"""Groups a stream of micro-batches into windows, and says where a batch is cut."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, pairwise
@@ -13,7 +13,11 @@ AccumulationSteps = int | Callable[[int], int]
 
 
 class Window(Sequence[T], Generic[T]):
-    """The micro-batches that make up one step, in order."""
+    """The micro-batches that make up one step, in order.
+
+    Args:
+        micro_batches: Any iterable.
+    """
 
     __slots__ = ("_micro_batches",)
 
@@ -36,9 +40,7 @@ class Window(Sequence[T], Generic[T]):
 
 
 class windows(Generic[T]):  # noqa: N801 - reads as the function that it stands for, like `range`
-    """Groups a stream of micro-batches into windows; the last one may be shorter.
-
-    Stands for
+    """Groups a stream of micro-batches into windows; the last one may be shorter. Stands for
 
         window = []
         for micro_batch in stream:
@@ -49,8 +51,11 @@ class windows(Generic[T]):  # noqa: N801 - reads as the function that it stands 
         if window:
             yield window
 
-    `accumulation_steps` is a number, or a function of the step number (a batch-size ramp). The step number
-    starts at `first_step` and counts on when the same object is iterated again, epoch after epoch.
+    Args:
+        iterable: The micro-batches. If it can be iterated again, so can this.
+        accumulation_steps: The number of micro-batches in a window, or a function of the step number (a batch-size
+            ramp).
+        first_step: The first step number. It counts on when this is iterated again, epoch after epoch.
     """
 
     def __init__(self, iterable: Iterable[T], accumulation_steps: AccumulationSteps, *, first_step: int = 0) -> None:
@@ -74,7 +79,7 @@ class windows(Generic[T]):  # noqa: N801 - reads as the function that it stands 
 
 
 def check_lists(batch: Any, num_samples: int) -> None:
-    """With micro-batches of one, a list of numbers, which is not cut, would be broadcast without a word."""
+    """Raises BatchError for a list with a number for each sample, which would go whole to micro-batches of one."""
     if type(batch) is list and len(batch) == num_samples > 1 and all(map(is_number, batch)):
         raise BatchError(
             f"a list of {num_samples} numbers goes whole to every micro-batch, and there are as many samples: pass an "
@@ -86,23 +91,23 @@ def check_lists(batch: Any, num_samples: int) -> None:
 
 
 def stream_of(data: Any) -> Any:
-    """What windows are made of, or the data itself."""
+    """The micro-batches that windows are made of; the data itself if it has no windows."""
     return data.iterable if isinstance(data, windows) else data
 
 
 def steps_at(accumulation_steps: AccumulationSteps, step: int) -> int:
-    """How many micro-batches the window of this step has."""
+    """The number of micro-batches in the window of this step."""
     if callable(accumulation_steps):
         return positive(f"accumulation_steps({step})", accumulation_steps(step))
     return accumulation_steps
 
 
 def cuts(batch_size: int, micro_batch_size: int) -> list[slice]:
-    """Where a batch is cut: all micro-batches full but the last, which takes what is left."""
+    """Where a batch is cut into micro-batches: all are full but the last, which has the rest."""
     return [slice(start, min(start + micro_batch_size, batch_size)) for start in range(0, batch_size, micro_batch_size)]
 
 
 def rank_slices(batch_size: int, num_ranks: int) -> list[slice]:
-    """What each rank has of a batch: as even as can be, the first ones have more; some have nothing if it is small."""
+    """Each rank's part of a batch, as even as possible. If the batch is small, some ranks have nothing."""
     ends = [-(-batch_size * rank // num_ranks) for rank in range(num_ranks + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends)]

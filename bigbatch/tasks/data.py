@@ -1,4 +1,4 @@
-"""The data of the built-in tasks, and how they are scored. NumPy only, so that every framework trains on the same.
+"""The data of the built-in tasks, and their scores. All in NumPy, so that every framework trains on the same data.
 
 Nothing is downloaded: the digits come with scikit-learn, the text with Python itself.
 """
@@ -15,16 +15,12 @@ from numpy.typing import NDArray
 from ..core.errors import MissingExtraError
 
 Array = NDArray[Any]
-Predict = Callable[[Array], Array]
-"""The logits of some inputs."""
+_Predict = Callable[[Array], Array]  # returns the logits of some inputs
 
-IGNORED = -100
-"""The target where there is nothing to predict: beyond the end of a text."""
+IGNORED = -100  # the target where there is nothing to predict: beyond the end of a text
 NUM_BYTES = 256
-WIDTH = 64
-"""How many bytes of a text are predicted at most; all texts are padded to it."""
-CHUNK = 128
-"""How many held-out samples are scored at a time."""
+WIDTH = 64  # the largest number of bytes of a text that are predicted; all texts are padded to it
+_CHUNK = 128  # how many held-out samples are scored at a time
 
 
 @dataclass(frozen=True)
@@ -43,20 +39,20 @@ class Samples:
 
 @dataclass(frozen=True)
 class Dataset:
-    """What is trained on, and what is kept back to score with."""
+    """The samples to train on, and those held out to score with."""
 
     train: Samples
     held_out: Samples
 
     def batches(self, batch_size: int, epoch: int, seed: int) -> list[tuple[Array, Array]]:
-        """Every training sample once, in an order of this seed and epoch; the last batch may be smaller."""
+        """Every training sample once, in an order given by seed and epoch; the last batch may be smaller."""
         order = np.random.default_rng((seed, epoch)).permutation(len(self.train))
         return [self.train.rows(order[start : start + batch_size]) for start in range(0, len(order), batch_size)]
 
     def chunks(self) -> Iterator[tuple[Array, Array]]:
         """The held-out samples, a few at a time."""
-        for start in range(0, len(self.held_out), CHUNK):
-            yield self.held_out.rows(slice(start, start + CHUNK))
+        for start in range(0, len(self.held_out), _CHUNK):
+            yield self.held_out.rows(slice(start, start + _CHUNK))
 
 
 @cache
@@ -68,7 +64,7 @@ def digits() -> Dataset:
         raise MissingExtraError("the digits come with scikit-learn: pip install scikit-learn") from error
     found = load_digits()
     samples = Samples((found.images / 16.0).astype(np.float32), found.target.astype(np.int64))
-    kept, rest = split(len(samples))
+    kept, rest = _split(len(samples))
     return Dataset(Samples(*samples.rows(rest)), Samples(*samples.rows(kept)))
 
 
@@ -76,22 +72,22 @@ def digits() -> Dataset:
 def text() -> Dataset:
     """The paragraphs of Python's help topics, in pieces of uneven length; the target of a byte is the next one.
 
-    Whole paragraphs are held out, and those that several topics share word for word count once, so that hardly
-    any piece (about one in forty) that is scored was also trained on.
+    Whole paragraphs are held out, and a paragraph that several topics share counts once. So hardly any piece that is
+    scored (about one in forty) is also trained on.
     """
     paragraphs = dict.fromkeys(part for topic in topics.values() for part in topic.split("\n\n") if len(part) > 1)
     documents = [paragraph.encode() for paragraph in paragraphs]
-    kept, rest = split(len(documents))
-    return Dataset(pieces([documents[k] for k in rest]), pieces([documents[k] for k in kept]))
+    kept, rest = _split(len(documents))
+    return Dataset(_pieces([documents[k] for k in rest]), _pieces([documents[k] for k in kept]))
 
 
-def split(num: int) -> tuple[Array, Array]:
-    """A sixth of so many, and the rest; always the same."""
+def _split(num: int) -> tuple[Array, Array]:
+    """The indices of a sixth that is held out, and those of the rest; always the same."""
     order = np.random.default_rng(0).permutation(num)
     return order[: num // 6], order[num // 6 :]
 
 
-def pieces(documents: list[bytes]) -> Samples:
+def _pieces(documents: list[bytes]) -> Samples:
     """Pieces of at most WIDTH + 1 bytes, each as long as it happens to be, padded to WIDTH inputs and targets."""
     cut = [text[start : start + WIDTH + 1] for text in documents for start in range(0, len(text) - 1, WIDTH)]
     x = np.zeros((len(cut), WIDTH), np.int64)
@@ -102,20 +98,20 @@ def pieces(documents: list[bytes]) -> Samples:
     return Samples(x, y)
 
 
-def accuracy(predict: Predict) -> float:
-    """The share of the held-out digits that are recognised."""
+def accuracy(predict: _Predict) -> float:
+    """The fraction of the held-out digits that are recognised."""
     right = sum(int((predict(x).argmax(-1) == y).sum()) for x, y in digits().chunks())
     return right / len(digits().held_out)
 
 
-def bits_per_byte(predict: Predict) -> float:
-    """What a byte of the held-out text costs, in bits: 8 for a model that knows nothing."""
-    bits = sum(cost(predict(x), y) for x, y in text().chunks())
+def bits_per_byte(predict: _Predict) -> float:
+    """The cost of a byte of the held-out text in bits: 8 for a model that knows nothing."""
+    bits = sum(_cost(predict(x), y) for x, y in text().chunks())
     return bits / int((text().held_out.y != IGNORED).sum())
 
 
-def cost(logits: Array, y: Array) -> float:
-    """How many bits it takes to tell the targets, given these predictions."""
+def _cost(logits: Array, y: Array) -> float:
+    """How many bits it takes to write the targets down, given these predictions."""
     is_counted = y != IGNORED
     chosen, targets = logits[is_counted].astype(np.float64), y[is_counted]
     logs = np.logaddexp.reduce(chosen, axis=-1) - chosen[np.arange(len(targets)), targets]

@@ -1,4 +1,4 @@
-"""Checkpoints of a loop: everything that it needs to go on as if it had never been stopped."""
+"""Checkpoints of a training loop, so that it can continue as if it had never been stopped."""
 
 import os
 from collections.abc import Mapping
@@ -16,17 +16,24 @@ from .arrays import from_array, to_array, with_sparse, without_sparse
 
 
 class Checkpoints(Resumable):
-    """Saves what an accumulator trains, and takes it up again.
+    """Saves what an accumulator trains at intervals, and restores it.
 
         checkpoints = Checkpoints("checkpoints", accumulator, every="10min", history=history)
         for batch in checkpoints.batches(loader, epochs=10):
             history.append(accumulator.step(batch))
 
-    A process that was killed is started again with the same lines, and ends with the same parameters, bit for bit on a
-    CPU. A checkpoint has the model, the optimizer, the schedule, the scaler, the gradients of a window that is open,
-    the random numbers of Python, NumPy and PyTorch on all devices, the place in the data and the history; `more` may
-    add objects with state_dict() and load_state_dict(), by name. It is JSON and safetensors: reading one that a
-    stranger made runs no code.
+    If the process is killed, start it again with the same lines: it ends with the same parameters, bit for bit on a
+    CPU. A checkpoint has the model, the optimizer, the schedule, the scaler, the gradients of an open window, the
+    random state of Python, NumPy and PyTorch on all devices, the position in the data and the history. It is JSON and
+    safetensors, so reading one from somebody else runs no code.
+
+    Args:
+        folder: Where checkpoints are kept.
+        accumulator: What is saved, with its model, optimizer and schedule.
+        every: How often to save: a number of batches, a time such as "10min", or None for `save()` alone.
+        keep: How many checkpoints to keep.
+        history: A History to save and to restore as well.
+        **more: Other objects with state_dict() and load_state_dict(), by name.
     """
 
     def __init__(
@@ -53,9 +60,9 @@ class Checkpoints(Resumable):
         super().__init__(folder, every=every, keep=keep, history=history, to_array=to_array, from_array=from_array)
 
     def restore(self) -> bool:
-        """Takes up the newest checkpoint that is whole; False if there is none. `batches` does this by itself.
+        """Loads the newest intact checkpoint; returns False if there is none. `batches` does this by itself.
 
-        What is damaged is named in a warning and never used. If a checkpoint does not fit, nothing is changed.
+        A damaged checkpoint is named in a warning and never used. If a checkpoint does not fit, nothing is changed.
         """
         return self._restore()
 
@@ -66,7 +73,7 @@ class Checkpoints(Resumable):
         load_state(self._parts, state)
 
     def _progress(self) -> tuple[int, int]:
-        """Steps, and micro-batches of a window that is fed; what an interrupted step has is no whole batch."""
+        """The steps, and the micro-batches of an open window. What an interrupted step has is no whole batch."""
         accumulator = self._parts["accumulator"]
         return accumulator.num_steps, accumulator.num_fed
 
@@ -75,7 +82,7 @@ class Checkpoints(Resumable):
             **super()._random(data),
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "loader": [generator.get_state() for generator in generators_of(data)],
+            "loader": [generator.get_state() for generator in _generators_of(data)],
         }
 
     def _set_random(self, found: dict[str, Any], data: Any) -> None:
@@ -83,7 +90,7 @@ class Checkpoints(Resumable):
         torch.set_rng_state(found["torch"])
         if len(found["cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(found["cuda"])
-        for generator, state in zip(generators_of(data), found["loader"], strict=False):
+        for generator, state in zip(_generators_of(data), found["loader"], strict=False):
             generator.set_state(state)
 
 
@@ -105,16 +112,18 @@ def load_state(parts: Mapping[str, Any], state: Any) -> None:
             _check_model(state[name], part.state_dict())
         elif isinstance(part, torch.optim.Optimizer):
             _check_optimizer(state[name], part.state_dict())
-    parts["accumulator"].load_state_dict(state["accumulator"])  # it may refuse; and is told again, after
-    for name in (*(name for name in parts if name != "accumulator"), "accumulator"):
-        if isinstance(part := parts[name], torch.optim.Optimizer):
+    accumulator = parts["accumulator"]
+    accumulator.load_state_dict(state["accumulator"])  # first, since it may refuse
+    for name, part in parts.items():
+        if isinstance(part, torch.optim.Optimizer):
             _load_optimizer(part, state[name])
-        else:
+        elif part is not accumulator:
             part.load_state_dict(state[name])
+    accumulator.load_state_dict(state["accumulator"])  # again, since the parameters have changed
 
 
-def generators_of(data: Any) -> list[torch.Generator]:
-    """Those that a data loader and its samplers draw the order from."""
+def _generators_of(data: Any) -> list[torch.Generator]:
+    """The generators from which a data loader and its samplers draw the order."""
     data = stream_of(data)
     batch_sampler = getattr(data, "batch_sampler", None)
     parts = (data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
@@ -123,9 +132,9 @@ def generators_of(data: Any) -> list[torch.Generator]:
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """As it was saved: load_state_dict makes what it holds of a parameter as precise as that (torch 2.13).
+    """Loads the state with the dtypes that were saved: load_state_dict casts it to those of the parameters (2.13).
 
-    The state of NAdam and ASGD is float32 for a parameter of any type, and would go on with other bits.
+    NAdam and ASGD have float32 state for parameters of any dtype, and would continue with other bits.
     """
     optimizer.load_state_dict(state)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -138,10 +147,10 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
 
 
 def _check_model(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuses before the first parameter is changed, which load_state_dict does not."""
+    """Raises StateError before the first parameter is changed, which load_state_dict does not."""
     if other := sorted(found.keys() ^ wanted.keys()):
         where = "the checkpoint" if other[0] in found else "the model"
-        raise StateError(f"only {where} has {other[0]}: go on with the model that it was saved with")
+        raise StateError(f"only {where} has {other[0]}: continue with the model that it was saved with")
     for name, tensor in wanted.items():
         if isinstance(tensor, Tensor):
             there = found[name]
@@ -149,21 +158,21 @@ def _check_model(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
                 what = f"{there.dtype}{list(there.shape)}" if isinstance(there, Tensor) else type(there).__name__
                 raise StateError(
                     f"{name} is {what} in the checkpoint but {tensor.dtype}{list(tensor.shape)} in the model: "
-                    "go on with the model that it was saved with"
+                    "continue with the model that it was saved with"
                 )
 
 
 def _check_optimizer(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuses another number of groups or parameters, and another kind of optimizer."""
+    """Raises StateError for another number of groups or parameters, and for another kind of optimizer."""
     sizes = [[len(group["params"]) for group in state["param_groups"]] for state in (found, wanted)]
     if sizes[0] != sizes[1]:
         raise StateError(
             f"the optimizer has groups of {sizes[0]} parameters in the checkpoint but of {sizes[1]} here: "
-            "go on with the optimizer that it was saved with"
+            "continue with the optimizer that it was saved with"
         )
     for theirs, own in zip(found["param_groups"], wanted["param_groups"], strict=True):
         if other := sorted(theirs.keys() ^ own.keys()):
             where = "the checkpoint" if other[0] in theirs else "this run"
             raise StateError(
-                f"only the optimizer of {where} has the option {other[0]}: go on with the kind that it was saved with"
+                f"only the optimizer of {where} has the option {other[0]}: continue with the kind that was saved"
             )

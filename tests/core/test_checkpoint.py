@@ -22,7 +22,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from bigbatch import BigBatchWarning, MissingExtraError, OptionError, StateError
 from bigbatch.core.checkpoint.schedule import Every
 from bigbatch.core.checkpoint.serialize import from_bytes, packed, to_bytes, to_json, to_safetensors
-from bigbatch.core.checkpoint.store import ARRAYS, MANIFEST, STATE, Store, manifest_of, signed
+from bigbatch.core.checkpoint.store import ARRAYS, MANIFEST, STATE, Store, _manifest_of, _signed
 from tests.examples import examples
 
 FILES = (MANIFEST, STATE, ARRAYS, "history.jsonl")
@@ -44,7 +44,7 @@ def damaged(folder: Path) -> str:
     assert (found.step, found.state["w"].tolist()) == (1, [1.0, 2.0, 3.0, 4.0])
     (message,) = [str(warning.message) for warning in told]
     assert f"{folder / '000002'} is damaged" in message
-    assert f"going on from {folder / '000001'}" in message
+    assert f"continuing from {folder / '000001'}" in message
     return message
 
 
@@ -143,10 +143,10 @@ def forged(folder: Path, contents: dict[str, bytes], names: dict[str, str] | Non
     folder.mkdir(exist_ok=True)
     for name, content in contents.items():
         (folder / name).write_bytes(content)
-    manifest = json.loads(manifest_of(2, contents).rpartition(b"}")[0] + b"}")
+    manifest = json.loads(_manifest_of(2, contents).rpartition(b"}")[0] + b"}")
     for old, new in (names or {}).items():
         manifest["files"][new] = manifest["files"].pop(old)
-    (folder / MANIFEST).write_bytes(signed({**manifest, **more}))
+    (folder / MANIFEST).write_bytes(_signed({**manifest, **more}))
 
 
 def plain(tree: Any) -> dict[str, bytes]:
@@ -232,7 +232,7 @@ def test_other_formats_and_manifests(tmp_path: Path) -> None:
     forged(second, plain({}), format=2)
     assert "format 2, and this version reads 1" in damaged(tmp_path)
     for manifest in ({}, {"format": 1}, {"format": 1, "files": [], "step": 1}, {"format": 1, "files": {}, "step": 1}):
-        (second / MANIFEST).write_bytes(signed(manifest))
+        (second / MANIFEST).write_bytes(_signed(manifest))
         damaged(tmp_path)
     (second / MANIFEST).write_bytes(b"{" + b" " * (2 << 20) + b"}")
     assert "1048576 are allowed" in damaged(tmp_path)
@@ -242,7 +242,7 @@ def test_none_that_is_whole(tmp_path: Path) -> None:
     saved(tmp_path)
     for path in tmp_path.glob("0*"):
         (path / STATE).write_bytes(b"")
-    with pytest.raises(StateError, match=r"000002 is damaged .*000001 is damaged .*no checkpoint in .* is whole"):
+    with pytest.raises(StateError, match=r"000002 is damaged .*000001 is damaged .*no checkpoint in .* is intact"):
         Store(tmp_path).load()
 
 
@@ -462,7 +462,7 @@ def test_when_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_kept(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="keep=0"):
+    with pytest.raises(OptionError, match="keep is 0"):
         Store(tmp_path, keep=0)
 
 

@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(kind, half, wh
     code, told = train("--resume", out, "--steps", 12)
     assert code == 0, told
     assert f"{out / 'checkpoints' / '000002'} is damaged" in told
-    assert f"going on from {out / 'checkpoints' / '000001'}" in told
+    assert f"continuing from {out / 'checkpoints' / '000001'}" in told
     assert differences(whole, out) == []
 
 

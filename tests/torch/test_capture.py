@@ -6,8 +6,8 @@ from torch import nn
 
 from bigbatch import CaptureError, OptionError
 from bigbatch.torch import Accumulator
-from bigbatch.torch.capture.graph import rehearsed
-from bigbatch.torch.capture.optimizer import CapturedOptimizer, marked_capturable
+from bigbatch.torch.capture.graph import capture_errors
+from bigbatch.torch.capture.optimizer import CapturedOptimizer, _marked_capturable
 
 
 def make(**options: object) -> Accumulator:
@@ -35,10 +35,10 @@ def test_learning_rate_tensor_on_the_host_is_read_as_a_number() -> None:
     rate = torch.tensor(0.1)
     optimizer = torch.optim.AdamW(nn.Linear(3, 1).parameters(), lr=rate, capturable=True)
     captured = CapturedOptimizer(optimizer, torch.device("cuda", 0), lambda: None)
-    before = captured._fingerprint()
-    assert captured._fingerprint() == before
+    before = captured._seen()
+    assert captured._seen() == before
     rate.fill_(0.2)
-    assert captured._fingerprint() != before
+    assert captured._seen() != before
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_which_optimizers_can_be_recorded(options: dict[str, bool], is_captured:
     captured = CapturedOptimizer(optimizer, torch.device("cuda", 0), lambda: None)
     assert bool(captured._can_be_recorded()) == is_captured
     before = dict(optimizer.param_groups[0])
-    with marked_capturable(optimizer.param_groups):
+    with _marked_capturable(optimizer.param_groups):
         assert optimizer.param_groups[0]["capturable"]
     assert optimizer.param_groups[0] == before
 
@@ -59,7 +59,7 @@ def test_error_in_the_rehearsal_names_its_line() -> None:
         raise RuntimeError("not like this\nand more")  # this line
 
     told = r"test_capture\.py:\d+ \(.*this line\): not like this: keep the host"
-    with pytest.raises(CaptureError, match=told), rehearsed():
+    with pytest.raises(CaptureError, match=told), capture_errors():
         bad()
-    with pytest.raises(KeyError), rehearsed():
+    with pytest.raises(KeyError), capture_errors():
         raise KeyError("of the user's")

@@ -186,7 +186,7 @@ def test_windows_are_taken_up(kind: str, is_same: bool, tmp_path: Path) -> None:
 
 def test_windows_of_what_is_gone_through_once_are_refused(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
-    with pytest.raises(OptionError, match="data is a list_iterator, which can be gone through once"):
+    with pytest.raises(OptionError, match="data is a list_iterator, which can be iterated only once"):
         next(loop.checkpoints.batches(windows(iter([1, 2]), 2)))
 
 
@@ -398,7 +398,7 @@ def test_the_data_has_become_shorter(tmp_path: Path) -> None:
 
 
 def test_a_generator_cannot_be_taken_up(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="a generator, which can be gone through once"):
+    with pytest.raises(OptionError, match="a generator, which can be iterated only once"):
         next(Loop(tmp_path).checkpoints.batches(batch for batch in [1]))
 
 

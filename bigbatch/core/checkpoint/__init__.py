@@ -1,3 +1,3 @@
-"""What is kept of a run, in files that hold no code: see store.py for the format and loop.py for the loop."""
+"""Checkpoints, in files that hold no code: store.py has the format, loop.py the loop."""
 
 from .store import Store as Store

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written as a whole or not at all."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes beside the file and puts it in its place: who is stopped on the way leaves the old one."""
+    """Writes a new file and moves it into place: a process that is killed in between leaves the old file."""
     part = Path(f"{os.fspath(path)}.part")
     try:
         write_through(part, content)
@@ -19,7 +19,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def write_through(path: Path, content: bytes) -> None:
-    """To the disk itself, not only to the system's memory."""
+    """Writes to the disk itself, not only to the system's cache."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -27,19 +27,19 @@ def write_through(path: Path, content: bytes) -> None:
 
 
 def flush_folder(path: Path) -> None:
-    """The names in a folder, to the disk itself."""
+    """Writes the names in a folder to the disk itself."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of systems that do not know this for folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot flush a folder
             raise
     finally:
         os.close(descriptor)
 
 
 def make_folder(path: Path) -> None:
-    """With those that it lies in; each name is on the disk itself, so that what is written there is found again."""
+    """Makes a folder and its parents, and writes their names to the disk itself."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -48,7 +48,7 @@ def make_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Whatever it is; what a link points to stays. Nothing happens if it cannot be removed."""
+    """Removes a file, a folder, or a link but not its target. Nothing happens if that fails."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -57,7 +57,7 @@ def remove(path: Path) -> None:
 
 
 def read_plain(path: Path, max_bytes: int | None = None) -> bytes:
-    """The content of a file that is one: no link to elsewhere, no pipe that never ends."""
+    """Returns the content of a plain file; raises ValueError for a pipe, and OSError for a link."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""A loop over epochs of batches that can be stopped anywhere and taken up again."""
+"""A loop over epochs of batches that can be stopped anywhere and continued as if nothing had happened."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,15 +13,15 @@ from .schedule import Every
 from .serialize import Array, as_array
 from .store import Store
 
-Item = TypeVar("Item")
+_Item = TypeVar("_Item")
 HISTORY = "history.jsonl"
 
 
 class Resumable:
-    """What the checkpoints of all frameworks have in common: the place in the data, random numbers, the history.
+    """What the checkpoints of all frameworks share: the position in the data, random states, the history.
 
-    A child says what the state is: `_state()`, and `_load(state, files)`, which changes all of it or nothing; and by
-    `_progress()` whether anything was trained since it was asked before.
+    A framework's class adds what is trained: `_state()` returns it, `_load(state, files)` changes all of it or nothing,
+    and `_progress()` shows whether anything was trained.
     """
 
     def __init__(
@@ -37,21 +37,16 @@ class Resumable:
         self._every = Every(every)
         self._store = Store(folder, keep=keep, to_array=to_array, from_array=from_array)
         self.history = history
-        self.num_batches = 0
-        """How many batches are done, of all epochs."""
-        self.epoch = self.place = 0
-        """The epoch, and how many of its batches are done."""
-        self._at_epoch: Any = None
-        self._at_batch: Any = None
-        """Random numbers from before the epoch, and from before the batch in hand."""
-        self._now: Any = None
-        """Random numbers to go on with, once what is done was gone through."""
-        self._before: Any = None
-        """How far training was when the loop got the batch that it has in hand; None if it has none."""
+        self.num_batches = 0  # how many batches are done, of all epochs
+        self.epoch = self.place = 0  # the epoch, and how many of its batches are done
+        self._at_epoch: Any = None  # the random state before the epoch; None between two epochs
+        self._at_batch: Any = None  # the random state before the batch in hand was read
+        self._now: Any = None  # the random state to continue with, once the batches that are done have been skipped
+        self._before: Any = None  # the progress before the batch in hand; None if the loop has none
         self._data: Any = None
         self._is_restored = False
 
-    # --- the framework's -----------------------------------------------------------------------------------
+    # --- what a framework adds -----------------------------------------------------------------------------
 
     def _state(self) -> tuple[Any, Mapping[str, bytes]]:
         """What is trained: a tree, and files."""
@@ -61,33 +56,36 @@ class Resumable:
         raise NotImplementedError
 
     def _progress(self) -> Any:
-        """Something that is another one after every batch that was trained on; it waits for no device."""
+        """Something that differs after every batch that was trained on. It does not wait for a device."""
         raise NotImplementedError
 
     def _random(self, data: Any) -> dict[str, Any]:
-        """Where random numbers are, and in which step windows whose length varies."""
+        """The random state, and the step of windows whose length varies."""
         return {**random.state(), "step": data.next_step if isinstance(data, windows) else None}
 
     def _set_random(self, found: dict[str, Any], data: Any) -> None:
         random.restore(found)
-        if isinstance(data, windows) and found.get("step") is not None:
+        if isinstance(data, windows) and found["step"] is not None:
             data.next_step = found["step"]
 
     # --- saving --------------------------------------------------------------------------------------------
 
     def save(self, *, wait: bool = False) -> None:
-        """A checkpoint now: copied at once, written while training goes on.
+        """Saves a checkpoint now: copies the state at once, and writes it in the background.
 
         In the loop, or after it was left, the batch in hand counts as done if it was trained on to its end.
+
+        Args:
+            wait: Whether to wait until the checkpoint is written, and to raise an error if it cannot be.
         """
         self._count_if_trained()
         self._every.saved(self.num_batches)
         try:
             trained, files = self._state()
-        except OSError as error:  # of a framework that writes its state by itself
+        except OSError as error:  # from a framework that writes its state itself
             if wait:
                 raise
-            self._store.tell(error)
+            self._store.warn_not_written(error)
             return
         state = {
             "trained": trained,
@@ -100,7 +98,7 @@ class Resumable:
         self._store.save(self.num_batches, state, {**files, **own}, wait=wait)
 
     def _restore(self) -> bool:
-        """Takes up the newest checkpoint that is whole; False if there is none."""
+        """Loads the newest intact checkpoint; returns False if there is none."""
         self._is_restored = True
         found = self._store.load()
         if found is None:
@@ -113,24 +111,23 @@ class Resumable:
             self._load(state["trained"], found.files)
         except BigBatchError:
             raise
-        except Exception as error:  # whatever may be in a checkpoint of something else
+        except Exception as error:  # a checkpoint of something else may hold anything
             raise StateError(f"{found.path} is no checkpoint of such a run: {error!r}") from error
         self.epoch, self.place, self.num_batches = epoch, place, num_batches
-        self._at_epoch, self._at_batch, self._now = at_epoch, at_batch, now
-        self._before = None
+        self._at_epoch, self._at_batch, self._now, self._before = at_epoch, at_batch, now, None
         if steps is not None and self.history is not None:
             self.history.become(steps)
-        if self._at_epoch is None:  # saved by hand, in a loop of the user's
+        if self._at_epoch is None:  # saved by hand, outside of batches()
             self._set_random(self._now, None)
         self._every.saved(num_batches)
         return True
 
     def wait(self) -> None:
-        """Until what is being written is on the disk."""
+        """Waits until the last checkpoint is written."""
         self._store.wait()
 
     def close(self) -> None:
-        """Waits, and lets others have the folder."""
+        """Waits until the last checkpoint is written, and lets other processes use the folder."""
         self._store.close()
 
     def __enter__(self) -> "Resumable":
@@ -141,26 +138,30 @@ class Resumable:
 
     # --- the loop ------------------------------------------------------------------------------------------
 
-    def batches(self, data: Iterable[Item], epochs: int = 1) -> Iterator[Item]:
-        """The batches of all epochs that are still to be done, in the order that they would have had.
+    def batches(self, data: Iterable[_Item], epochs: int = 1) -> Iterator[_Item]:
+        """The batches of all epochs that are not done yet, in their original order.
 
             for batch in checkpoints.batches(loader, epochs=10):
                 accumulator.step(batch)
 
-        A checkpoint is taken after a batch when it is due, and one at the end. Whoever draws the order, or the
-        batches, from the global random numbers gets the same ones again: those of the epoch's beginning are kept.
+        A checkpoint is saved after a batch when it is due, and at the end. Data that draws its order or its batches
+        from the global random generators gets the same ones again: their state at the start of the epoch is saved.
+
+        Args:
+            data: Batches, or `windows` of micro-batches, that can be iterated again: a list or a DataLoader.
+            epochs: How many epochs there are, those that are done included.
         """
         positive("epochs", epochs)
         stream = stream_of(data)
         if isinstance(stream, Iterator):  # iter() of a data loader would draw random numbers, and start its workers
             raise OptionError(
-                f"data is a {type(stream).__name__}, which can be gone through once and not taken up in the middle: "
-                "pass something that can be iterated again, such as a list or a data loader"
+                f"data is a {type(stream).__name__}, which can be iterated only once: pass something that can be "
+                "iterated again, such as a list or a data loader"
             )
         self._data = data
         if not self._is_restored:
             self._restore()
-        elif self._at_epoch is not None and self._now is None:  # a loop of this process that was left
+        elif self._at_epoch is not None and self._now is None:  # this process has left an earlier loop
             self._count_if_trained()
             self._now = self._random(data)
             self._at_batch = None if self._before is None else self._at_batch
@@ -171,10 +172,10 @@ class Resumable:
                 self.history.end_epoch()
         self.save(wait=True)
 
-    def _rest_of_epoch(self, data: Iterable[Item]) -> Iterator[Item]:
+    def _rest_of_epoch(self, data: Iterable[_Item]) -> Iterator[_Item]:
         self._begin_epoch(data)
         if self._at_epoch is None:
-            self._go_on(data)
+            self._continue_random(data)
             self._at_epoch = self._at_batch = self._random(data)
         else:
             self._set_random(self._at_epoch, data)
@@ -182,16 +183,16 @@ class Resumable:
         number = -1
         for number, item in enumerate(data):
             if number >= num_done:
-                self._go_on(data)  # a batch that was in hand when it was saved
+                self._continue_random(data)  # a batch that was in hand when it was saved
                 self._before = self._progress()
                 yield item
-                if self._before is not None:  # else it was counted when it was saved
+                if self._before is not None:  # else save() has counted it
                     self._count()
                 if self._every.is_due(self.num_batches) and not self._store.is_writing:
                     self.save()
-            elif number == num_done - 1:  # the last one that was done before
+            elif number == num_done - 1:  # the last one that is done
                 if self._at_batch is None:
-                    self._go_on(data)
+                    self._continue_random(data)
                 else:
                     self._set_random(self._at_batch, data)
             if number >= num_done - 1:
@@ -199,11 +200,18 @@ class Resumable:
         if number + 1 < num_done:
             raise StateError(
                 f"the checkpoint was taken after {num_done} batches of epoch {self.epoch + 1} but data has only "
-                f"{number + 1}: go on with the data that it was begun with"
+                f"{number + 1}: continue with the data that was used before"
             )
 
-    def _go_on(self, data: Any) -> None:
-        """With the random numbers that were saved, if that was not yet done."""
+    def _begin_epoch(self, data: Any) -> None:
+        """Tells samplers the number of the epoch, by which they shuffle."""
+        data = stream_of(data)
+        for part in (data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None)):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(self.epoch)
+
+    def _continue_random(self, data: Any) -> None:
+        """Restores the random state that was saved, once."""
         if self._now is not None:
             self._set_random(self._now, data)
             self._now = None
@@ -215,10 +223,3 @@ class Resumable:
     def _count(self) -> None:
         """The batch in hand is done."""
         self.place, self.num_batches, self._before = self.place + 1, self.num_batches + 1, None
-
-    def _begin_epoch(self, data: Any) -> None:
-        """Tells whoever shuffles by the number of the epoch."""
-        data = stream_of(data)
-        for part in (data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None)):
-            if callable(tell := getattr(part, "set_epoch", None)):
-                tell(self.epoch)

@@ -1,4 +1,4 @@
-"""The random numbers of Python and NumPy, which data loaders and augmentations draw."""
+"""The random state of Python and NumPy, from which data loaders and augmentations draw."""
 
 import random
 from typing import Any

@@ -1,18 +1,18 @@
-"""How often: by steps, or by time."""
+"""When the next checkpoint is due: by steps, or by time."""
 
 import re
 import time
 
 from ..errors import OptionError
 
-UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
+_UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 
 
 class Every:
     """When the next checkpoint is due: `100` steps, or `"10min"` (also s and h) after the last one."""
 
     def __init__(self, every: int | str | None) -> None:
-        self.num_steps, self.seconds = parsed(every)
+        self.num_steps, self.seconds = _parsed(every)
         self._last_step = 0
         self._last_time = time.monotonic()
 
@@ -25,8 +25,8 @@ class Every:
         self._last_step, self._last_time = step, time.monotonic()
 
 
-def parsed(every: int | str | None) -> tuple[int | None, float | None]:
-    """Steps, or seconds."""
+def _parsed(every: int | str | None) -> tuple[int | None, float | None]:
+    """The number of steps, or of seconds."""
     if every is None:
         return None, None
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", str(every))
@@ -34,6 +34,6 @@ def parsed(every: int | str | None) -> tuple[int | None, float | None]:
         number, unit = found[1], found[2]
         if not unit and number.isdigit() and int(number) > 0:
             return int(number), None
-        if unit in UNITS and float(number) > 0:
-            return None, float(number) * UNITS[unit]
+        if unit in _UNITS and float(number) > 0:
+            return None, float(number) * _UNITS[unit]
     raise OptionError(f"a checkpoint every {every!r} is unknown: pass a number of steps such as 100, or a time, 10min")

@@ -1,4 +1,4 @@
-"""Nests of plain values and arrays as JSON beside safetensors: whoever reads them runs no code of theirs."""
+"""Nests of plain values and arrays as JSON and safetensors: reading them runs no code from the file."""
 
 import json
 import math
@@ -11,25 +11,24 @@ import numpy as np
 
 from ..errors import MissingExtraError, StateError
 
+# Types that NumPy does not have are stored as integers of the same size
 STORED = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
-"""What NumPy does not know is stored as numbers of the same size."""
-KNOWN = {
+_KNOWN = {
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64",
     "complex64", "complex128", *STORED,
 }  # fmt: skip
-MAX_DEPTH = 100
+_MAX_DEPTH = 100
 
 
 @dataclass(frozen=True, eq=False)
 class Array:
-    """An array of any framework, on the host: as NumPy has it, and what it is."""
+    """An array of any framework, on the host."""
 
     stored: np.ndarray
-    dtype: str
-    """By its name in NumPy, PyTorch, TensorFlow and JAX, which is the same."""
+    dtype: str  # what it stands for, by the name that NumPy, PyTorch, TensorFlow and JAX share
 
     def numpy(self) -> np.ndarray:
-        """With its own type; what NumPy does not know is in ml_dtypes, which comes with JAX and TensorFlow."""
+        """As an array of its own type. Types that NumPy does not have need ml_dtypes, as JAX and TensorFlow do."""
         if self.dtype not in STORED:
             return self.stored
         import ml_dtypes
@@ -38,7 +37,7 @@ class Array:
 
 
 def as_array(value: Any) -> Array | None:
-    """What a framework's own function does for its arrays: a copy on the host; None if it is none of them."""
+    """A copy of a NumPy array; None for anything else. Frameworks have such a function for their own arrays."""
     if not isinstance(value, np.ndarray):
         return None
     copied = np.array(value, order="C")
@@ -47,14 +46,14 @@ def as_array(value: Any) -> Array | None:
 
 
 def packed(tree: Any, convert: Callable[[Any], Array | None] = as_array) -> tuple[Any, dict[str, Array]]:
-    """The tree with arrays by name, and the arrays; refuses what cannot be written."""
+    """The tree with names in place of arrays, and the arrays; raises StateError for what cannot be saved."""
     arrays: dict[str, Array] = {}
     return _packed(tree, "", convert, arrays), arrays
 
 
 def _packed(value: Any, path: str, convert: Callable[[Any], Array | None], arrays: dict[str, Array]) -> Any:
-    if path.count("/") > MAX_DEPTH:
-        raise StateError(f"{path[:60]}… is more than {MAX_DEPTH} levels deep, which is not saved: make it flat")
+    if path.count("/") > _MAX_DEPTH:
+        raise StateError(f"{path[:60]}… is more than {_MAX_DEPTH} levels deep, which is not saved: make it flat")
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -63,20 +62,22 @@ def _packed(value: Any, path: str, convert: Callable[[Any], Array | None], array
         return _packed(value.item(), path, convert, arrays)
     array = value if isinstance(value, Array) else as_array(value) or convert(value)
     if array is not None:
-        if array.dtype not in KNOWN:
+        if array.dtype not in _KNOWN:
             raise StateError(f"{path or 'the state'} is an array of {array.dtype}, which safetensors does not have")
         name = (path or "array").encode("utf-8", "backslashreplace").decode()
         while name in arrays:  # 1 and "1" are two keys
             name += "'"
         arrays[name] = array
         return {"array": [name, array.dtype]}
+    inside = f"{path}/" if path else ""
     if isinstance(value, Mapping):
-        pairs = [(_packed(key, f"{path}/key", _no_array, arrays), key, item) for key, item in value.items()]
         kind = "counter" if isinstance(value, Counter) else "dict"
-        return {kind: [[key, _packed(item, _inside(path, own), convert, arrays)] for key, own, item in pairs]}
+        keys = [_packed(key, f"{path}/key", lambda _: None, arrays) for key in value]
+        items = [_packed(item, f"{inside}{key}", convert, arrays) for key, item in value.items()]
+        return {kind: [[key, item] for key, item in zip(keys, items, strict=True)]}
     if type(value) in (list, tuple):
-        kind = type(value).__name__
-        return {kind: [_packed(item, _inside(path, number), convert, arrays) for number, item in enumerate(value)]}
+        items = [_packed(item, f"{inside}{number}", convert, arrays) for number, item in enumerate(value)]
+        return {type(value).__name__: items}
     if type(value) is bytes:
         return {"bytes": value.hex()}
     raise StateError(
@@ -85,16 +86,8 @@ def _packed(value: Any, path: str, convert: Callable[[Any], Array | None], array
     )
 
 
-def _inside(path: str, key: Any) -> str:
-    return f"{path}/{key}" if path else str(key)
-
-
-def _no_array(value: Any) -> None:
-    return None
-
-
 def unpacked(value: Any, arrays: Mapping[str, np.ndarray], convert: Callable[[Array], Any] = Array.numpy) -> Any:
-    """The tree that was packed."""
+    """The opposite of `packed`."""
     if not isinstance(value, dict):
         if value is None or type(value) in (bool, int, float, str):
             return value
@@ -102,7 +95,7 @@ def unpacked(value: Any, arrays: Mapping[str, np.ndarray], convert: Callable[[Ar
     ((kind, inner),) = value.items()
     if kind == "array":
         name, dtype = inner
-        stored = from_pairs(arrays[name]) if dtype == "complex128" else arrays[name]
+        stored = arrays[name].view("complex128")[..., 0] if dtype == "complex128" else arrays[name]
         if stored.dtype.name != STORED.get(dtype, dtype):
             raise StateError(f"{name} should be {dtype} but is stored as {stored.dtype}: it was changed")
         return convert(Array(stored, dtype))
@@ -124,47 +117,35 @@ def to_json(tree: Any) -> bytes:
 
 
 def to_safetensors(arrays: Mapping[str, np.ndarray]) -> bytes:
-    check_installed()
-    from safetensors.numpy import save
-
-    found: bytes = save({name: as_pairs(array) for name, array in arrays.items()})
-    return found
+    """Arrays by name in one piece. safetensors has no complex128, which gets an axis for its two parts."""
+    stored = {name: a[..., None].view("float64") if a.dtype == "complex128" else a for name, a in arrays.items()}
+    content: bytes = safetensors().save(stored)
+    return content
 
 
 def from_safetensors(content: bytes) -> dict[str, np.ndarray]:
-    check_installed()
-    from safetensors.numpy import load
-
-    found: dict[str, np.ndarray] = load(content)
+    found: dict[str, np.ndarray] = safetensors().load(content)
     return found
 
 
-def as_pairs(array: np.ndarray) -> np.ndarray:
-    """With one more axis for the two parts of complex128, which safetensors does not have."""
-    return array[..., None].view("float64") if array.dtype == "complex128" else array
-
-
-def from_pairs(array: np.ndarray) -> np.ndarray:
-    found: np.ndarray = array.view("complex128")[..., 0]
-    return found
-
-
-def check_installed() -> None:
+def safetensors() -> Any:
+    """safetensors for NumPy; raises MissingExtraError if it is not installed."""
     try:
-        import safetensors  # noqa: F401
+        import safetensors.numpy as found
     except ModuleNotFoundError as error:
         raise MissingExtraError('checkpoints need safetensors: pip install "bigbatch[checkpoint]"') from error
+    return found
 
 
 def to_bytes(tree: Any, convert: Callable[[Any], Array | None] = as_array) -> bytes:
-    """A tree in one piece."""
+    """A tree and its arrays in one piece."""
     plain, arrays = packed(tree, convert)
     text = np.frombuffer(to_json(plain), np.uint8)
     return to_safetensors({"tree": text, **{f"/{name}": array.stored for name, array in arrays.items()}})
 
 
 def from_bytes(content: bytes, convert: Callable[[Array], Any] = Array.numpy) -> Any:
-    """What `to_bytes` was given."""
+    """The opposite of `to_bytes`."""
     arrays = from_safetensors(content)
     text = arrays.pop("tree").tobytes()
     return unpacked(json.loads(text), {name[1:]: array for name, array in arrays.items()}, convert)

@@ -1,11 +1,11 @@
-"""Checkpoints: folders that are there whole or not at all, checked byte by byte before anything is made of them.
+"""Checkpoints: folders that are written as a whole or not at all, and verified byte by byte before they are used.
 
 checkpoints/
   000041/
     manifest.json       what is here: names, sizes, checksums
     state.json          plain values, and where arrays belong
     state.safetensors   the arrays
-    history.jsonl       and other files that were given along
+    history.jsonl       and other files that were passed to save()
   000042/
 """
 
@@ -14,42 +14,42 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError, OrderError, StateError, warn
+from ..errors import OrderError, StateError, warn
+from ..options import positive
 from .files import flush_folder, make_folder, read_plain, remove, write_through
-from .serialize import Array, as_array, check_installed, from_safetensors, packed, to_json, to_safetensors, unpacked
+from .serialize import Array, as_array, from_safetensors, packed, safetensors, to_json, to_safetensors, unpacked
 
 try:
     import fcntl
 except ModuleNotFoundError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-FORMAT = 1
 MANIFEST, STATE, ARRAYS, LOCK = "manifest.json", "state.json", "state.safetensors", "lock"
-MAX_MANIFEST = 1 << 20
+_FORMAT = 1
+_MAX_MANIFEST = 1 << 20
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was found in one."""
+    """What a checkpoint has in it."""
 
     path: Path
     step: int
     state: Any
-    files: Mapping[str, bytes]
-    """What else was given along, by name."""
+    files: Mapping[str, bytes]  # the other files, by name
 
 
 class Store:
     """A folder with the newest checkpoints of one run.
 
     store.save(step, state, files)     # copied now, written in the background
-    found = store.load()               # the newest that is whole
+    found = store.load()               # the newest intact one
     """
 
     def __init__(
@@ -61,11 +61,9 @@ class Store:
         from_array: Callable[[Array], Any] = Array.numpy,
         is_read_only: bool = False,
     ) -> None:
-        if keep < 1:
-            raise OptionError(f"keep={keep} checkpoints would be none: pass 1 or more")
-        check_installed()
+        safetensors()
         self.folder = Path(folder)
-        self.keep = keep
+        self.keep = positive("keep", keep)
         self.is_read_only = is_read_only
         self._to_array, self._from_array = to_array, from_array
         self._pid = os.getpid()
@@ -73,57 +71,50 @@ class Store:
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
         self._damaged: set[Path] = set()
-        self.newest_step: int | None = None
-        """Of the newest checkpoint that was written or read, and is whole."""
+        self.newest_step: int | None = None  # of the newest intact checkpoint that was written or read
 
     # --- writing -----------------------------------------------------------------------------------------
 
     def save(self, step: int, state: Any, files: Mapping[str, bytes] | None = None, *, wait: bool = False) -> None:
-        """Copies the state to the host, and writes it while training goes on.
+        """Copies the state to the host, and writes it in the background.
 
-        What could not be written is warned of, and the checkpoints before stay; with `wait` it is raised.
+        If it cannot be written, you are warned and earlier checkpoints are kept; with `wait` the error is raised.
         """
-        if self.is_read_only:
-            raise OrderError(f"{self.folder} was opened to be read only: open it without is_read_only to save")
         if os.getpid() != self._pid:
             raise OrderError(
                 f"the checkpoints in {self.folder} are written by process {self._pid} and this is {os.getpid()}, which "
                 "was forked from it: save in the first, or open another folder"
             )
         with suppress(OSError):  # the writer will meet it too
-            self._refuse_two()
+            self.claim()
         plain, arrays = packed(state, self._to_array)
-        given = {STATE: to_json(plain), **(files or {})}
-        for name in given:
-            check_name(name)
+        texts = {STATE: to_json(plain), **(files or {})}
+        for name in texts:
+            _check_name(name)
         self.wait()
 
         def write() -> None:
             try:
-                self._write(step, given, arrays)
+                self._write(step, {**texts, ARRAYS: to_safetensors({name: a.stored for name, a in arrays.items()})})
             except BaseException as error:
                 self._error = error
 
         self._writer = threading.Thread(target=write, name="bigbatch checkpoint")
         self._writer.start()
-        if wait:
-            self._join()
-            if self._error is not None:
-                error, self._error = self._error, None
-                raise error
+        if wait and (error := self._joined()) is not None:
+            raise error
 
-    def _write(self, step: int, given: Mapping[str, bytes], arrays: Mapping[str, Array]) -> None:
-        contents = {**given, ARRAYS: to_safetensors({name: array.stored for name, array in arrays.items()})}
-        numbers = [number for number, _ in self._all()]
-        path = self.folder / f"{max(numbers, default=0) + 1:06}"
-        part = path.with_name(f"{path.name}.part")
+    def _write(self, step: int, contents: Mapping[str, bytes]) -> None:
+        number = max((number for number, _ in self._all()), default=0) + 1
+        path, part = self.folder / f"{number:06}", self.folder / f"{number:06}.part"
         make_folder(self.folder)
-        self._tidy()
+        for left in self.folder.glob("[0-9]*.part"):  # by a process that was killed while it wrote
+            remove(left)
         try:
             part.mkdir()
             for name, content in contents.items():
                 write_through(part / name, content)
-            write_through(part / MANIFEST, manifest_of(step, contents))
+            write_through(part / MANIFEST, _manifest_of(step, contents))
             flush_folder(part)
             part.rename(path)
             flush_folder(self.folder)
@@ -133,55 +124,42 @@ class Store:
         self._drop_old()
 
     def _drop_old(self) -> None:
-        """Those before the newest ones that are whole; taken out of sight first, so that none is there in part."""
-        whole = [number for number, path in self._all() if path not in self._damaged]
+        """Removes all but the newest intact ones. Each is renamed first, so that it never looks whole while it goes."""
+        intact = [number for number, path in self._all() if path not in self._damaged]
         for number, path in self._all():
-            if len(whole) > self.keep and number < whole[-self.keep]:
+            if len(intact) > self.keep and number < intact[-self.keep]:
                 with suppress(OSError):
                     remove(path.rename(path.with_name(f"{path.name}.part")))
 
-    def _tidy(self) -> None:
-        """What a process left that was killed while it wrote."""
-        for path in self.folder.glob("[0-9]*.part"):
-            remove(path)
-
     @property
     def is_writing(self) -> bool:
-        """Whether the last one is not on the disk yet: another would have to wait."""
+        """Whether the last checkpoint is still being written: another would have to wait."""
         return self._writer is not None and self._writer.is_alive()
 
     def wait(self) -> None:
-        """Until the last one is written; warns if it could not be."""
-        self._join()
-        if self._error is not None:
-            error, self._error = self._error, None
-            self.tell(error)
+        """Waits until the last checkpoint is written; warns if it could not be."""
+        if (error := self._joined()) is not None:
+            self.warn_not_written(error)
 
-    def tell(self, error: BaseException) -> None:
-        """Warns of one that could not be written."""
+    def _joined(self) -> BaseException | None:
+        """Waits for the writer; returns its error."""
+        if self._writer is not None:
+            self._writer.join()
+        error, self._writer, self._error = self._error, None, None
+        return error
+
+    def warn_not_written(self, error: BaseException) -> None:
+        """Warns that a checkpoint could not be written."""
         warn(
-            f"a checkpoint could not be written to {self.folder} ({reason(error)}): the ones before are untouched, "
-            "and training goes on; see that the folder can be written to and has space"
+            f"a checkpoint could not be written to {self.folder} ({_reason(error)}): the ones before are untouched, "
+            "and training continues; see that the folder can be written to and has space"
         )
 
-    def _join(self) -> None:
-        if self._writer is not None and os.getpid() == self._pid:
-            self._writer.join()
-            self._writer = None
-
-    def close(self) -> None:
-        """Waits for what is being written, and lets others have the folder."""
-        self.wait()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
     def claim(self) -> None:
-        """Keeps other processes from writing here, from now on; refuses if one does."""
-        self._refuse_two()
+        """Keeps other processes from writing here until `close`; raises OrderError if one does.
 
-    def _refuse_two(self) -> None:
-        """One process at a time: the lock goes with the process, however it ends, and not to those that it forks."""
+        The lock is released when the process ends, however it ends. Forked processes do not inherit it.
+        """
         if self._lock is not None or fcntl is None or self.is_read_only:
             return
         make_folder(self.folder)
@@ -197,93 +175,101 @@ class Store:
             pass
         self._lock = descriptor
 
+    def close(self) -> None:
+        """Waits until the last checkpoint is written, and lets other processes write here."""
+        self.wait()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
     # --- reading -----------------------------------------------------------------------------------------
 
     def load(self) -> Checkpoint | None:
-        """The newest that is whole; None if there is none at all. What is damaged is named and never used."""
+        """The newest intact checkpoint; None if there are none at all. Damaged ones are named and never used."""
         if self.folder.is_dir():
-            with suppress(OSError):  # what cannot be written to can be read
-                self._refuse_two()
-        told = []
-        for _, path in reversed(list(self._all())):
+            with suppress(OSError):  # a folder that cannot be written to can be read
+                self.claim()
+        damages = []
+        for _, path in reversed(self._all()):
             try:
                 found = self._read(path)
             except StateError as error:
                 self._damaged.add(path)
-                told.append(str(error))
+                damages.append(str(error))
                 continue
-            if told:
-                warn(f"{'; '.join(told)}: going on from {path}")
+            if damages:
+                warn(f"{'; '.join(damages)}: continuing from {path}")
             self.newest_step = found.step
             return found
-        if told:
-            raise StateError(f"{'; '.join(told)}: no checkpoint in {self.folder} is whole, so start anew")
+        if damages:
+            raise StateError(f"{'; '.join(damages)}: no checkpoint in {self.folder} is intact, so start over")
         return None
 
     def _read(self, path: Path) -> Checkpoint:
-        """One checkpoint; every byte is compared with what was written before any is looked at."""
+        """One checkpoint. Every byte is compared with what was written before any is used."""
         try:
-            step, contents = checked_contents(path)
+            step, contents = _verified_contents(path)
             state = unpacked(json.loads(contents.pop(STATE)), from_safetensors(contents.pop(ARRAYS)), self._from_array)
-        except Exception as error:  # whatever a stranger put there
-            raise StateError(f"{path} is damaged ({reason(error)})") from error
+        except Exception as error:  # a stranger may have put anything there
+            raise StateError(f"{path} is damaged ({_reason(error)})") from error
         return Checkpoint(path, step, state, contents)
 
-    def _all(self) -> Iterator[tuple[int, Path]]:
-        """By age, the oldest first."""
+    def _all(self) -> list[tuple[int, Path]]:
+        """Numbers and folders of all checkpoints, the oldest first."""
         with suppress(FileNotFoundError):
             names = [name for name in os.listdir(self.folder) if re.fullmatch(r"[0-9]{6,}", name)]
-            yield from sorted((int(name), self.folder / name) for name in names)
+            return sorted((int(name), self.folder / name) for name in names)
+        return []
 
 
-def manifest_of(step: int, contents: Mapping[str, bytes]) -> bytes:
-    files = {
-        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        for name, content in contents.items()
-    }
-    return signed({"format": FORMAT, "step": step, "files": files})
+def _manifest_of(step: int, contents: Mapping[str, bytes]) -> bytes:
+    """The manifest of a checkpoint with these files."""
+    files = {name: {"bytes": len(content), "sha256": _digest(content)} for name, content in contents.items()}
+    return _signed({"format": _FORMAT, "step": step, "files": files})
 
 
-def signed(manifest: Mapping[str, Any]) -> bytes:
-    """With a checksum of its own as the last line; there is one way to write it, so that no byte can be another."""
+def _signed(manifest: Mapping[str, Any]) -> bytes:
+    """A manifest as a file: its only spelling as JSON, and the checksum of that. So a changed byte is always found."""
     text = json.dumps(manifest, indent=1, sort_keys=True)
-    return f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n".encode()
+    return f"{text}\n{_digest(text.encode())}\n".encode()
 
 
-def checked_contents(path: Path) -> tuple[int, dict[str, bytes]]:
-    """The step, and the content of every file, if all of it is as it was written."""
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _verified_contents(path: Path) -> tuple[int, dict[str, bytes]]:
+    """The step, and the content of every file; raises an error unless all of it is as it was written."""
     if path.is_symlink():
         raise ValueError("it is a link to elsewhere")
-    text = read_plain(path / MANIFEST, MAX_MANIFEST)
+    text = read_plain(path / MANIFEST, _MAX_MANIFEST)
     manifest = json.loads(text[: text.rindex(b"}") + 1])
-    if text != signed(manifest):
+    if text != _signed(manifest):
         raise ValueError(f"{MANIFEST} is not as it was written")
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"it has format {manifest['format']}, and this version reads {FORMAT}")
+    if manifest["format"] != _FORMAT:
+        raise ValueError(f"it has format {manifest['format']}, and this version reads {_FORMAT}")
     contents = {}
     for name, wanted in manifest["files"].items():
-        check_name(name)
+        _check_name(name)
         content = read_plain(path / name, wanted["bytes"])
         if len(content) != wanted["bytes"]:
             raise ValueError(f"{name} has {len(content)} bytes, {wanted['bytes']} were written")
-        if hashlib.sha256(content).hexdigest() != wanted["sha256"]:
+        if _digest(content) != wanted["sha256"]:
             raise ValueError(f"{name} is not as it was written")
         contents[name] = content
     return int(manifest["step"]), contents
 
 
-def check_name(name: str) -> None:
-    """A file of the checkpoint itself, none elsewhere."""
+def _check_name(name: str) -> None:
+    """Raises ValueError unless this is the name of a file in the checkpoint's own folder."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name) or name == MANIFEST:
         raise ValueError(f"{name[:100]!r} is no name for a file of a checkpoint")
 
 
-def reason(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """What was wrong, in short."""
     if isinstance(error, FileNotFoundError):
         return f"{Path(error.filename or '').name} is missing"
     if isinstance(error, OSError):
         return f"{error.strerror or error}"
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
     return (str(error).splitlines() or [""])[0][:300] or type(error).__name__

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...core.errors import CaptureError, OptionError, warn
 from ...core.weight import Terms
 from .. import batch as nest
-from ..backward import Backward, Loss, check_loss
+from ..backward import Backward, Loss
 from ..distributed.ranks import Ranks
 from ..gradients import GradientBuffer, Gradients
 from ..internals import uncompiled
@@ -18,26 +18,19 @@ from ..window import Shares
 from .fingerprint import PLAIN, fingerprint, modules_of
 from .recording import Pass, Recorded
 
-_NUM_WARM_UPS = 1
-"""How many passes of a new shape run eagerly before one is recorded: shapes that come once never are."""
+_NUM_WARM_UPS = 1  # passes of a new shape that run eagerly before one is recorded: many a shape comes only once
 _MAX_SHAPES = 32
-_MAX_CHANGES = 8
-_MAX_CHANGES_TO_RECORD = 1
-"""What changed before each of two windows will change before the next: recording would be for this one alone."""
+_MAX_CHANGES = 8  # changes before so many windows in a row are worth a warning
+_MAX_CHANGES_TO_RECORD = 1  # after more of them the next is likely, and a recording would serve one window alone
 
 
-class Capture:
-    """Records a pass for every shape of micro-batch, and replays it; what cannot be captured runs eagerly.
+class _Capture:
+    """Records a pass for every shape of micro-batch and replays it.
 
         capture.begin(loss)                                               # once a window
         losses = capture(loss, micro_batch, weight, shares, buffer)       # as Backward
 
-    Args:
-        model: The model, without its wrappers.
-        gradients: The gradients of the optimizer's parameters.
-        eager: Runs what is not captured.
-        device: The CUDA device.
-        is_required: Whether to raise where something cannot be captured.
+    What cannot be captured runs eagerly, or raises CaptureError if capture `is_required`.
     """
 
     def __init__(
@@ -53,15 +46,15 @@ class Capture:
         self._pool = torch.cuda.graph_pool_handle()
         self._recorded: dict[Hashable, Recorded] = {}
         self._num_seen: Counter[Hashable] = Counter()
-        self._buffers: dict[Tensor, Tensor] = {}
+        self._memory: dict[Tensor, Tensor] = {}  # where recorded passes add up gradients, by parameter
         self._fingerprint: list[Any] = []
         self._num_changes = 0
         self._loss: Any = None
         self._has_warned = False
 
     def pool(self) -> Any:
-        """Where recordings have their memory, one after the other: nothing in it is needed once a replay is done."""
-        if not self._recorded:  # torch lets go of a pool with the last graph in it
+        """The memory that all recordings share: a replay needs none of it once it is done."""
+        if not self._recorded:  # torch frees a pool with the last graph in it
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
@@ -82,70 +75,60 @@ class Capture:
             )
 
     def _has_changed(self) -> bool:
-        now = [*map(id, self._gradients.parameters), *fingerprint(self._model, self._loss)]
+        now = [id(self._loss), *map(id, self._gradients.parameters), *fingerprint(self._model, self._loss)]
         if now == self._fingerprint:
             return False
         self._forget()
         self._fingerprint = now
         return True
 
-    def _warn(self, message: str) -> None:
-        if not self._has_warned:
-            warn(message)
-            self._has_warned = True
-
     def _forget(self) -> None:
         self._recorded.clear()
-        self._buffers.clear()
+        self._memory.clear()
         self._num_seen.clear()
 
     def __call__(
         self, loss: Loss, micro_batch: Any, weight: Terms, shares: Shares, buffer: GradientBuffer
     ) -> list[Any]:
-        """Adds the gradient of a micro-batch and returns its losses; the arguments are those of Backward."""
-        losses = self._captured(loss, micro_batch, weight, shares, buffer) if self.is_on else None
-        return self._eager(loss, micro_batch, weight, shares, buffer) if losses is None else losses
+        """Adds the gradient of a micro-batch and returns its losses. The arguments are those of Backward."""
+        if self.is_on:
+            try:
+                recorded = self._replayed(loss, micro_batch, weight, shares, buffer)
+                if recorded is not None:
+                    return [loss.clone() for loss in recorded.losses]
+            except (CaptureError, torch.cuda.OutOfMemoryError) as error:
+                self._forget()
+                if self.is_required:
+                    raise
+                self.is_on = False
+                warn(f"capture is off from here on: {error}")
+        return self._eager(loss, micro_batch, weight, shares, buffer)
 
-    def _captured(
+    def _replayed(
         self, loss: Loss, micro_batch: Any, weight: Terms, shares: Shares, buffer: GradientBuffer
-    ) -> list[Tensor] | None:
-        """The same by a graph; None, with nothing done, if the micro-batch has to run eagerly."""
+    ) -> Recorded | None:
+        """Returns the recorded pass that has done it; None, with nothing done, if it has to run eagerly."""
         scale = self._eager.scaled(shares[weight])
-        try:
-            key = (tuple(map(bool, scale)), _shape_of(micro_batch, self.device))
-            recorded = self._recorded.get(key)
-            if recorded is not None:
-                self.num_replays += 1
-                recorded.replay(micro_batch, scale, buffer)
-                return recorded.take_losses()
-            if not self._is_worth_it(key):
-                return None
-            if self._has_changed():  # an eager pass did it, and a replay would not
-                self._num_seen[key] = 1
-                return None
-
-            def forward(inputs: Any) -> Terms:
-                terms = self._eager.forward(loss, inputs)
-                check_loss(terms, len(weight))
-                return terms
-
-            modules = modules_of(self._model, self._loss)
-            recorded = Pass(modules, self._gradients, self._eager, self._buffers, forward, scale).recorded(
-                micro_batch, buffer, self.device, self.pool
-            )
-            if recorded is None:
-                return None
-            self._recorded[key] = recorded
-            return recorded.take_losses()
-        except (CaptureError, torch.cuda.OutOfMemoryError) as error:
-            self._forget()
-            if self.is_required:
-                raise
-            self.is_on = False
-            warn(f"capture is off from here on: {error}")
+        key = (tuple(map(bool, scale)), _shape_of(micro_batch, self.device))
+        if (recorded := self._recorded.get(key)) is not None:
+            self.num_replays += 1
+            recorded.replay(micro_batch, scale, buffer)
+            return recorded
+        if not self._is_worth_it(key):
+            return None
+        if self._has_changed():  # an eager pass did it, and a replay would not
+            self._num_seen[key] = 1
             return None
 
+        modules = modules_of(self._model, loss)
+        this = Pass(loss, scale, modules, self._gradients, self._eager, self._memory, self.device)
+        recorded = this.recorded(micro_batch, buffer, self.pool)
+        if recorded is not None:
+            self._recorded[key] = recorded
+        return recorded
+
     def _is_worth_it(self, key: Hashable) -> bool:
+        """Whether to record a micro-batch of this shape now."""
         if self._num_changes > _MAX_CHANGES_TO_RECORD:
             return False
         if key not in self._num_seen and len(self._num_seen) >= _MAX_SHAPES:
@@ -157,34 +140,37 @@ class Capture:
         self._num_seen[key] += 1
         return self._num_seen[key] > _NUM_WARM_UPS
 
+    def _warn(self, message: str) -> None:
+        if not self._has_warned:
+            warn(message)
+            self._has_warned = True
+
 
 def _shape_of(micro_batch: Any, device: torch.device) -> Hashable:
-    """What must be the same for a recorded pass to be that of this micro-batch."""
-    if nest.is_row(micro_batch):
-        return tuple(_described(tensor, "micro_batch", device) for tensor in micro_batch)
-    leaves = nest.leaves(micro_batch, "micro_batch")
-    return type(micro_batch), tuple((name, _described(leaf, name, device)) for name, leaf in leaves)
-
-
-def _described(leaf: Any, name: str, device: torch.device) -> Hashable:
-    if isinstance(leaf, Tensor):
-        if leaf.layout is torch.strided and not leaf.is_nested and (leaf.device == device or not leaf.ndim):
-            return leaf.shape, leaf.dtype
-        raise CaptureError(
-            f"{name} is a tensor on {leaf.device} with the layout {leaf.layout}, which cannot be captured: "
-            f"have all tensors of a batch on the host, or all on {device}, and dense"
-        )
-    if type(leaf) in PLAIN:
-        return type(leaf), leaf
-    raise CaptureError(
-        f"{name} is a {type(leaf).__name__}, which a captured pass would not see change: make it a tensor, or none"
-    )
+    """What two micro-batches must have in common to be replayed by the same graph."""
+    found: list[Any] = [type(micro_batch)]
+    for name, leaf in nest.leaves(micro_batch, "micro_batch"):
+        if isinstance(leaf, Tensor):
+            if leaf.layout is not torch.strided or leaf.is_nested or (leaf.ndim and leaf.device != device):
+                raise CaptureError(
+                    f"{name} is a tensor on {leaf.device} with the layout {leaf.layout}, which cannot be captured: "
+                    f"have all tensors of a batch on the host, or all on {device}, and dense"
+                )
+            found.append((name, leaf.shape, leaf.dtype))
+        elif type(leaf) in PLAIN:
+            found.append((name, type(leaf), leaf))
+        else:
+            raise CaptureError(
+                f"{name} is a {type(leaf).__name__}, which a captured pass would not see change: make it a tensor, "
+                "or None"
+            )
+    return tuple(found)
 
 
 def capture_for(
     capture: Any, model: nn.Module, loss: Any, gradients: Gradients, eager: Backward, ranks: Ranks
-) -> Capture | None:
-    """What captures passes, if that is wanted and possible."""
+) -> _Capture | None:
+    """Returns what captures passes, or None if this is not wanted or not possible."""
     if capture is False:
         return None
     if capture is not True and capture != "auto":
@@ -196,11 +182,11 @@ def capture_for(
         return None
     model = uncompiled(model)
     inner: Any = model.module if ranks.is_shared else model
-    return Capture(inner, gradients, eager, parameters[0].device, is_required=capture is True)
+    return _Capture(inner, gradients, eager, parameters[0].device, is_required=capture is True)
 
 
 def _why_not(parameters: list[Tensor], loss: Any, gradients: Gradients, ranks: Ranks) -> str | None:
-    """What stands in the way from the start."""
+    """Why nothing can be captured, if that is known from the start."""
     devices = sorted({str(p.device) for p in parameters})
     if len(devices) > 1:
         return f"the parameters are on {len(devices)} devices ({', '.join(devices)}) and 1 can be captured: use one"

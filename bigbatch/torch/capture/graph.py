@@ -1,4 +1,4 @@
-"""Work on a CUDA device, recorded once and launched as a whole; or the line that stands in the way."""
+"""Records work on a CUDA device as a graph, which is launched as a whole; or names the line that prevents it."""
 
 import functools
 import gc
@@ -14,38 +14,31 @@ import torch
 from ...core.errors import BigBatchError, CaptureError
 from ..internals import end_pool
 
-REMEDY = 'keep the host out of the loss, or pass capture="auto" to go on without where it has to be'
-NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_REMEDY = 'keep the host out of the loss, or pass capture="auto" to continue without capture where it has to be'
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 
 def record(work: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
-    """What `work` would launch, as a graph. Nothing is run. Memory that it needs in between comes from the pool."""
+    """Returns what `work` launches, as a graph. Nothing is run. Temporary memory comes from the pool."""
     graph = torch.cuda.CUDAGraph()
     generator = torch.cuda.default_generators[device.index]
     before = generator.clone_state()
     gc.collect()  # a graph that is freed while another is recorded would spoil it
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # what eager passes took is wanted for the pool
-    with torch.cuda.stream(_stream(device)):
+    torch.cuda.empty_cache()  # memory that eager passes have cached is wanted for the pool
+    with capture_errors(Exception), torch.cuda.stream(_stream(device)):
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             work()
             graph.capture_end()
-        except Exception as error:
-            _abandon(graph, generator, before, device, pool)
-            if isinstance(error, BigBatchError | torch.cuda.OutOfMemoryError):
-                raise
-            raise refusal(error) from error
+        except Exception:  # torch leaves its allocator and its random numbers in the middle of the recording
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                end_pool(device, pool)
+                generator.graphsafe_set_state(before)
+            raise
     return graph
-
-
-def _abandon(graph: Any, generator: Any, before: Any, device: torch.device, pool: Any) -> None:
-    """Torch leaves its allocator and its random numbers in the middle of a recording that failed."""
-    try:
-        graph.capture_end()
-    except RuntimeError:
-        end_pool(device, pool)
-        generator.graphsafe_set_state(before)
 
 
 @functools.cache
@@ -54,19 +47,31 @@ def _stream(device: torch.device) -> Any:
 
 
 @contextmanager
-def rehearsed() -> Iterator[None]:
-    """Inside, what a pass does that ran without an error before is done again: an error is one of capturing it."""
+def capture_errors(kind: type[Exception] = RuntimeError) -> Iterator[None]:
+    """Inside, code runs again that ran without an error before: an error becomes a CaptureError with its line."""
     try:
         yield
-    except RuntimeError as error:
+    except kind as error:
         if isinstance(error, BigBatchError | torch.cuda.OutOfMemoryError):
             raise
-        raise refusal(error) from error
+        what = "the host waits for the device, which" if "synchronizing" in str(error) else "the pass"
+        where = _described(error)
+        raise CaptureError(f"{what} cannot be captured as a CUDA graph: {where}: {_REMEDY}") from error
+
+
+def _described(error: BaseException) -> str:
+    """The innermost line of the user's code that the error came through, and its message."""
+    frames = traceback.extract_tb(error.__traceback__)
+    of_user = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    message = (str(error).splitlines() or [""])[0]
+    if not of_user:
+        return message
+    return f"{of_user[-1].filename}:{of_user[-1].lineno} ({of_user[-1].line}): {message}"
 
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Inside, whatever makes the host wait for the device is an error: it could not be recorded."""
+    """Inside, it is an error if the host waits for the device, since that cannot be recorded."""
     before = torch.cuda.get_sync_debug_mode()
     _set_sync_debug_mode("error")
     try:
@@ -77,21 +82,5 @@ def no_waiting() -> Iterator[None]:
 
 def _set_sync_debug_mode(mode: Any) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that not every wait is found
+        warnings.simplefilter("ignore")  # torch warns that it does not find every wait
         torch.cuda.set_sync_debug_mode(mode)
-
-
-def refusal(error: Exception) -> CaptureError:
-    is_waiting = "synchronizing" in str(error)
-    what = "the host waits for the device, which" if is_waiting else "the pass"
-    return CaptureError(f"{what} cannot be captured as a CUDA graph: {line_of(error)}: {REMEDY}")
-
-
-def line_of(error: BaseException) -> str:
-    """The innermost line of the user's that the error went through, and what it was."""
-    frames = traceback.extract_tb(error.__traceback__)
-    of_user = [frame for frame in frames if not frame.filename.startswith(NOT_THE_USERS)]
-    message = (str(error).splitlines() or [""])[0]
-    if not of_user:
-        return message
-    return f"{of_user[-1].filename}:{of_user[-1].lineno} ({of_user[-1].line}): {message}"

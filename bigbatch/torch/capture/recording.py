@@ -1,11 +1,11 @@
-"""One pass as a CUDA graph: run eagerly, rehearsed, recorded, replayed, compared."""
+"""One pass as a CUDA graph: run eagerly, rehearsed, recorded, replayed, and compared with the eager pass."""
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -14,261 +14,236 @@ from torch.autograd.graph import get_gradient_edge
 from ...core.errors import CaptureError
 from ...core.weight import Terms
 from .. import batch as nest
-from ..backward import Backward, is_low
+from ..backward import Backward, Loss, check_loss, is_low
 from ..gradients import GradientBuffer, Gradients, clear, leaves_of, run_backward
 from ..internals import places_of_parameters
 from ..sums import Sums
-from .fingerprint import Snapshot
-from .graph import no_waiting, record, rehearsed
+from .graph import capture_errors, no_waiting, record
+from .snapshot import Snapshot
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-LOW_TOLERANCE = 2e-2
-TINY = 1e-300
-
-Forward = Callable[[Any], Terms]
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+_LOW_TOLERANCE = 2e-2
+_TINY = 1e-300
 
 
 @dataclass
 class Recorded:
-    """A pass that can be replayed: what it reads, what it writes, and what brings it there."""
+    """A pass that can be replayed."""
 
-    graph: torch.cuda.CUDAGraph
-    static: Any
-    """A micro-batch that stays in its place."""
-    seeds: list[Tensor]
-    losses: list[Tensor]
-    buffers: dict[Tensor, Tensor]
-    """Where gradients are added up, by parameter."""
-    is_low: bool
+    inputs: list[Tensor]  # the micro-batch, in fixed memory
+    seeds: list[Tensor]  # what backward starts from, term by term
+    losses: list[Tensor]  # of the last replay
+    sums: Sums  # what the graph adds gradients to
+    is_low: bool  # whether the loss is in low precision
     eager: Backward
-    numbers: Terms = ()
-    """What the seeds were made from."""
-
-    def __post_init__(self) -> None:
-        self._inputs = nest.tensors(self.static)
+    graph: Any = None
+    factors: Terms = ()  # what the seeds were made from
 
     def replay(self, micro_batch: Any, scale: Terms, buffer: GradientBuffer) -> None:
-        """Adds the gradient of a micro-batch."""
-        buffer.put(scale[0] if self.is_low else 1.0)
-        if self._inputs:
+        """Adds the gradient of a micro-batch to the sums of the window."""
+        unit, factors = _unit_and_factors(scale, is_low=self.is_low)
+        buffer.put(unit)
+        elsewhere = [(p, own) for p, own in self.sums.items() if p.grad is not own]
+        if elsewhere:  # the sums go to the memory that the graph adds to
+            torch._foreach_zero_([own for _, own in elsewhere])
+            for p, own in elsewhere:
+                p.grad = own if p.grad is None else own.add_(p.grad)
+            buffer.keep()
+        self.run(micro_batch, factors)
+
+    def run(self, micro_batch: Any, factors: Terms) -> None:
+        """Adds the gradient of a micro-batch, with each term of the loss multiplied by its factor, to `sums`."""
+        if self.inputs:
             with torch.no_grad():  # a loss may have called requires_grad_() on them
-                torch._foreach_copy_(self._inputs, nest.tensors(micro_batch), non_blocking=True)
-        self._take_over(buffer)
-        numbers = (1.0,) if self.is_low else scale
-        if numbers != self.numbers or self.eager.precision.scaler is not None:
-            for seed, number in zip(self.seeds, numbers, strict=True):
-                seed.copy_(self.eager.seed(number, seed))
-            self.numbers = numbers
+                torch._foreach_copy_(self.inputs, nest.tensors(micro_batch), non_blocking=True)
+        if factors != self.factors or self.eager.precision.scaler is not None:
+            for seed, factor in zip(self.seeds, factors, strict=True):
+                seed.copy_(self.eager.seed(factor, seed))
+            self.factors = factors
         self.graph.replay()
 
-    def take_losses(self) -> list[Tensor]:
-        return [loss.clone() for loss in self.losses]
 
-    def _take_over(self, buffer: GradientBuffer) -> None:
-        """Sums that are elsewhere, or nowhere, go where the recorded pass adds to them."""
-        elsewhere = [(p, own) for p, own in self.buffers.items() if p.grad is not own]
-        if not elsewhere:
-            return
-        torch._foreach_zero_([own for _, own in elsewhere])
-        for p, own in elsewhere:
-            if p.grad is not None:
-                own.add_(p.grad)
-            p.grad = own
-        buffer.keep()
-
-
+@dataclass
 class Pass:
-    """A pass through the model with one micro-batch, on its way to being recorded."""
+    """Forward and backward of one micro-batch, to be recorded."""
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        gradients: Gradients,
-        eager: Backward,
-        buffers: dict[Tensor, Tensor],
-        forward: Forward,
-        scale: Terms,
-    ) -> None:
-        self._modules = modules
-        self._gradients = gradients
-        self._eager = eager
-        self._buffers = buffers
-        self._forward = forward
-        self._scale = scale
+    loss: Loss
+    scale: Terms  # what each term of the loss is multiplied by
+    modules: Sequence[nn.Module]  # those that take part
+    gradients: Gradients
+    eager: Backward
+    memory: dict[Tensor, Tensor]  # where recorded passes add up gradients; the same for all of them
+    device: torch.device
 
-    def recorded(
-        self, micro_batch: Any, buffer: GradientBuffer, device: torch.device, pool: Callable[[], Any]
-    ) -> Recorded | None:
+    def recorded(self, micro_batch: Any, buffer: GradientBuffer, pool: Callable[[], Any]) -> Recorded | None:
         """Adds the gradient of the micro-batch by a first replay, which must give what the eager pass gives.
 
-        None, with nothing done, if this is no good moment: there is no gradient, or it is not finite, so that there is
-        nothing to compare.
+        Returns None, with nothing done, if there is nothing to compare: no gradient, or one that is not finite.
         """
-        parameters = buffer.parameters
-        static = nest.map_tensors(lambda t: torch.empty_like(t, device=device).copy_(t), micro_batch)
-        inputs = nest.detached(static)
-        snapshot = Snapshot(self._modules, device)
-        before: Sums | None = None
+        static = nest.map_tensors(lambda t: torch.empty_like(t, device=self.device).copy_(t), micro_batch)
+        snapshot = Snapshot(self.modules, self.device)
+        buffer.take()
+        sums = Sums()
         is_done = False
         try:
-            buffer.take()
-            terms = self._forward(inputs)
-            is_any_low = check_precision(terms)
-            buffer.put(self._scale[0] if is_any_low else 1.0)
-            before = Sums((p, g.clone()) for p, g in taken(parameters).items())  # they may lie in the buffers
-            numbers = (1.0,) if is_any_low else self._scale
-            seeds = [self._eager.seed(*pair).clone() for pair in zip(numbers, terms, strict=True)]
-            run_backward(*self._eager.counted(terms, numbers))
+            terms = self._forward(inputs := nest.detached(static))
+            is_any_low = is_low(terms)
+            unit, factors = _unit_and_factors(self.scale, is_low=is_any_low)
+            buffer.put(unit)
+            sums.update((p, g.clone()) for p, g in _taken(buffer).items())  # they may lie in `memory`
+            seeds = [self.eager.seed(*pair).clone() for pair in zip(factors, terms, strict=True)]
+            run_backward(*self.eager.counted(terms, factors))
             buffer.unalias()
-            expected = taken(parameters)
+            expected = _taken(buffer)
             losses = [term.detach().reshape(()).clone() for term in terms]
-            strangers = weakly(leaves_of(*terms).difference(parameters, nest.tensors(inputs)))
-            del terms
-            self._check(snapshot, expected, strangers)
-            if not (expected and math.isfinite(norm := expected.norm())):
+            others = WeakSet(leaves_of(*terms).difference(buffer.parameters, nest.tensors(inputs)))
+            del terms  # and with them what the pass has made for itself
+            self._check(snapshot, expected, list(others))
+            norm = expected.norm()
+            if not expected or not math.isfinite(norm):
                 return None
+            for p in expected.keys() - self.memory.keys():
+                self.memory[p] = torch.zeros_like(p, dtype=self.gradients.wide_dtype(p), requires_grad=False)
+            own = Sums((p, self.memory[p]) for p in expected)
+            outputs = [torch.empty_like(loss) for loss in losses]
+            recorded = Recorded(nest.tensors(static), seeds, outputs, own, is_any_low, self.eager)
             snapshot.restore()
-            recorded = self._record(static, seeds, losses, expected, device, pool, is_any_low)
+            recorded.graph = self._graph(static, recorded, pool)
             snapshot.restore()
-            recorded.replay(micro_batch, self._scale, buffer)
+            torch._foreach_zero_(list(own.values()))
+            recorded.run(micro_batch, factors)
             self._compare(recorded, expected, losses, norm)
-            for p, g in before.items():
-                p.grad = g if p.grad is None else p.grad.add_(g)
-            buffer.keep()
+            for p, g in own.items():
+                sums[p] = g.add_(sums[p]) if p in sums else g
             is_done = True
             return recorded
         finally:
-            if not is_done:  # as if nothing had happened
+            for p in buffer.parameters:
+                p.grad = sums.get(p)
+            buffer.keep()
+            if not is_done:
                 snapshot.restore()
-                if before is not None:
-                    for p in parameters:
-                        p.grad = before.get(p)
-                    buffer.keep()
 
-    def _record(
-        self,
-        static: Any,
-        seeds: list[Tensor],
-        losses: list[Tensor],
-        used: Sums,
-        device: torch.device,
-        pool: Callable[[], Any],
-        is_any_low: bool,
-    ) -> Recorded:
-        for p in used:
-            if p not in self._buffers:
-                self._buffers[p] = torch.zeros_like(p, dtype=self._gradients.wide_dtype(p), requires_grad=False)
-        buffers = {p: self._buffers[p] for p in used}
-        leaves = {p: nn.Parameter(p.detach()) if is_held(p) else p for p in used}
-        outputs = [torch.empty_like(loss) for loss in losses]
+    def _forward(self, inputs: Any) -> Terms:
+        terms = self.eager.forward(self.loss, inputs)
+        check_loss(terms, len(self.scale))
+        if is_low(terms) and len(terms) > 1:
+            raise CaptureError(
+                f"a loss of {len(terms)} terms in low precision cannot be captured: return them in float32"
+            )
+        return terms
+
+    def _check(self, snapshot: Snapshot, expected: Sums, others: list[Tensor]) -> None:
+        """Raises CaptureError if the eager pass did something that a replay would leave out."""
+        if sparse := [p for p, g in expected.items() if g.is_sparse]:
+            raise CaptureError(
+                f"{len(sparse)} of {len(expected)} gradients ({self.gradients.name(sparse[0])} first) are sparse, "
+                "which cannot be captured: make the embedding with sparse=False"
+            )
+        if others:
+            raise CaptureError(
+                f"{len(others)} tensors get gradients but are not among the {len(expected)} that the optimizer holds "
+                f"(one of shape {tuple(others[0].shape)} first), which cannot be captured: call "
+                "requires_grad_(False) on them, or give them to the optimizer"
+            )
+        if snapshot.has_drawn_on_host():
+            raise CaptureError(
+                "the loss draws random numbers on the host, and a captured pass would not draw them again: "
+                "draw them on the device, for example torch.rand((), device=…)"
+            )
+        if replaced := snapshot.replaced():
+            raise CaptureError(
+                f"the loss replaces {len(replaced)} tensors that modules hold ({replaced[0]} first), and a captured "
+                "pass would read the old ones each time: change them in place, for example with copy_()"
+            )
+        if num_changed := snapshot.num_frozen_changed():
+            raise CaptureError(
+                f"the loss changes {num_changed} parameters that are not trained, which cannot be undone to capture "
+                "it: change them between steps, or make them buffers"
+            )
+
+    def _graph(self, static: Any, recorded: Recorded, pool: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        """The pass as a graph, which is not run yet."""
+        leaves = {p: nn.Parameter(p.detach()) if _is_held(p) else p for p in recorded.sums}
 
         def work() -> None:
-            torch.clear_autocast_cache()  # weights that were cast before would be read for good
-            with standing_in(self._modules, leaves):
+            torch.clear_autocast_cache()  # weights that were cast before would be read forever
+            with _replaced(self.modules, leaves):
                 terms = self._forward(nest.detached(static))
-            found = self._gradients_of(terms, seeds, list(leaves.values()))
-            add_up(list(buffers.values()), found)
-            for output, term in zip(outputs, terms, strict=True):
+            found = self._gradients_of(terms, recorded.seeds, list(leaves.values()))
+            _add(list(recorded.sums.values()), found)
+            for output, term in zip(recorded.losses, terms, strict=True):
                 output.copy_(term.detach().reshape(()))
             torch.clear_autocast_cache()
 
-        with rehearsed():
+        with capture_errors():
             if any(leaf is not p for p, leaf in leaves.items()):
-                work()  # what is compiled may be compiled anew, and waits for the device then
+                work()  # compiled code may be compiled again, which waits for the device
             with no_waiting():
                 work()
-        return Recorded(record(work, device, pool()), static, seeds, outputs, buffers, is_any_low, self._eager)
+        return record(work, self.device, pool())
 
     def _gradients_of(self, terms: Terms, seeds: list[Tensor], leaves: list[Tensor]) -> Sequence[Tensor]:
-        """What a backward pass would add, which is done for all of them at once."""
-        counted = self._counted(terms)
-        reached = leaves_of(*(terms[t] for t in counted)) & {*leaves, *self._gradients.parameters}
+        """What a backward pass adds to each leaf; adding it up takes few launches if they are added all at once."""
+        counted = [(terms[t], seeds[t]) for t, scale in enumerate(self.scale) if scale and terms[t].requires_grad]
+        losses = [term for term, _ in counted]
+        reached = leaves_of(*losses) & {*leaves, *self.gradients.parameters}
         if reached != set(leaves):
             raise CaptureError(
                 f"the loss reached {len(reached)} parameters and {len(leaves)} before with the same micro-batch, which "
                 "cannot be captured: compute it in the same way each time"
             )
         with torch.autocast("cuda", enabled=False):
-            return torch.autograd.grad(
-                [terms[t] for t in counted], leaves, [seeds[t].expand(terms[t].shape) for t in counted]
-            )
-
-    def _counted(self, terms: Terms) -> list[int]:
-        return [t for t, scale in enumerate(self._scale) if scale and terms[t].requires_grad]
-
-    def _check(self, snapshot: Snapshot, found: Sums, strangers: list[Any]) -> None:
-        """Refuses what a replay would leave out."""
-        if sparse := [p for p, g in found.items() if g.is_sparse]:
-            raise CaptureError(
-                f"{len(sparse)} of {len(found)} gradients ({self._gradients.name(sparse[0])} first) are sparse, which "
-                "cannot be captured: make the embedding with sparse=False"
-            )
-        if alive := [leaf for ref in strangers if (leaf := ref()) is not None]:
-            raise CaptureError(
-                f"{len(alive)} tensors get gradients but are not among the {len(found)} that the optimizer holds "
-                f"(one of shape {tuple(alive[0].shape)} first), which cannot be captured: call requires_grad_(False) "
-                "on them, or give them to the optimizer"
-            )
-        if snapshot.has_drawn_on_host():
-            raise CaptureError(
-                "the loss draws random numbers on the host, and a captured pass would not draw them anew: "
-                "draw them on the device, for example torch.rand((), device=…)"
-            )
-        if replaced := snapshot.replaced():
-            raise CaptureError(
-                f"the loss puts new tensors in place of {len(replaced)} that modules have ({replaced[0]} first), and a "
-                "captured pass would read the old ones each time: change them in place, for example with copy_()"
-            )
-        if num_moved := snapshot.num_moved():
-            raise CaptureError(
-                f"the loss changes {num_moved} parameters that are not trained, which cannot be undone to capture it: "
-                "change them between steps, or make them buffers"
-            )
+            return torch.autograd.grad(losses, leaves, [seed.expand(term.shape) for term, seed in counted])
 
     def _compare(self, recorded: Recorded, expected: Sums, losses: list[Tensor], norm: float) -> None:
-        tolerance = self._tolerance(expected)
-        own = expected.tensors()
-        norms = torch.stack(torch._foreach_norm(own)).double()
-        torch._foreach_sub_(own, Sums(recorded.buffers).tensors())
-        errors = torch.stack(torch._foreach_norm(own)).double() / (norms + norm / 100 + TINY)
+        """Raises CaptureError if a replay gave other gradients or losses than the eager pass."""
+        tolerance = max(_TOLERANCE.get(p.dtype, _LOW_TOLERANCE) for p in expected)
+        if torch.is_autocast_enabled("cuda") or self.eager.precision.dtype is not None:
+            tolerance = _LOW_TOLERANCE
+        apart = expected.tensors()
+        norms = torch.stack(torch._foreach_norm(apart)).double()
+        torch._foreach_sub_(apart, recorded.sums.tensors())
+        errors = torch.stack(torch._foreach_norm(apart)).double() / (norms + norm / 100 + _TINY)
         eager, replayed = (torch.stack([*map(Tensor.double, found)]) for found in (losses, recorded.losses))
-        apart = torch.cat([errors, ((eager - replayed).abs() / (eager.abs() + TINY)).where(eager.isfinite(), 0.0)])
-        worst = float(apart.max())
+        loss_errors = ((eager - replayed).abs() / (eager.abs() + _TINY)).where(eager.isfinite(), 0.0)
+        worst = float(torch.cat([errors, loss_errors]).max())
         if not worst <= tolerance:
             raise CaptureError(
                 f"the first replay is {worst:.1e} away from the eager pass, allowed is {tolerance:.0e}, so the loss "
                 "depends on something that is not in the micro-batch: make it a tensor of the batch or of the model"
             )
 
-    def _tolerance(self, found: Sums) -> float:
-        if torch.is_autocast_enabled("cuda") or self._eager.precision.dtype is not None:
-            return LOW_TOLERANCE
-        return max(TOLERANCE.get(p.dtype, LOW_TOLERANCE) for p in found)
+
+def _unit_and_factors(scale: Terms, *, is_low: bool) -> tuple[Any, Terms]:
+    """The unit of the sums, and what the loss is multiplied by. In low precision, a factor of the loss would round."""
+    return (scale[0], (1.0,)) if is_low else (1.0, scale)
 
 
-def check_precision(terms: Terms) -> bool:
-    """Whether the loss is in low precision."""
-    is_any_low: bool = is_low(terms)
-    if is_any_low and len(terms) > 1:
-        raise CaptureError(f"a loss of {len(terms)} terms in low precision cannot be captured: return them in float32")
-    return is_any_low
+def _taken(buffer: GradientBuffer) -> Sums:
+    """The gradients, which the parameters no longer hold."""
+    sums = Sums((p, p.grad) for p in buffer.parameters if p.grad is not None)
+    clear(buffer.parameters)
+    return sums
 
 
-def add_up(sums: list[Tensor], found: Sequence[Tensor]) -> None:
+def _add(sums: list[Tensor], found: Sequence[Tensor]) -> None:
     """In few launches where the tensors are alike."""
-    alike = [(s, g) for s, g in zip(sums, found, strict=True) if s.dtype == g.dtype and s.stride() == g.stride()]
+    alike: list[tuple[Tensor, Tensor]] = []
+    for s, g in zip(sums, found, strict=True):
+        if s.dtype == g.dtype and s.stride() == g.stride():
+            alike.append((s, g))
+        else:
+            s.add_(g)
     if alike:
         torch._foreach_add_(*map(list, zip(*alike, strict=True)))
-    for s, g in zip(sums, found, strict=True):
-        if s.dtype != g.dtype or s.stride() != g.stride():
-            s.add_(g)
 
 
-def is_held(parameter: Tensor) -> bool:
-    """Whether somebody holds on to the node that ends this parameter's backward pass, so that it is not made anew.
+def _is_held(parameter: Tensor) -> bool:
+    """Whether somebody keeps the AccumulateGrad node of this parameter alive: DDP does, or a loss the user still holds.
 
-    DistributedDataParallel does, and who keeps a loss. It is tied to the stream of the moment when it was made, which
-    cannot be recorded. Another parameter in the same memory is free of that.
+    The node is tied to the stream of the moment when it was made, so that it cannot be recorded. Another parameter in
+    the same memory has a node of its own.
     """
     mark: Any = get_gradient_edge(parameter).node.metadata
     mark["bigbatch"] = True
@@ -277,8 +252,8 @@ def is_held(parameter: Tensor) -> bool:
 
 
 @contextmanager
-def standing_in(modules: Sequence[nn.Module], leaves: dict[Tensor, Tensor]) -> Iterator[None]:
-    """Inside, modules have other parameters in place of their own."""
+def _replaced(modules: Sequence[nn.Module], leaves: dict[Tensor, Tensor]) -> Iterator[None]:
+    """Inside, modules have these leaves in place of their parameters."""
     places = [place for module in modules for place in places_of_parameters(module)]
     for place, name, p in places:
         place[name] = leaves.get(p, p)
@@ -287,15 +262,3 @@ def standing_in(modules: Sequence[nn.Module], leaves: dict[Tensor, Tensor]) -> I
     finally:
         for place, name, p in places:
             place[name] = p
-
-
-def taken(parameters: Sequence[Tensor]) -> Sums:
-    """The gradients, which the parameters no longer hold."""
-    sums = Sums((p, p.grad) for p in parameters if p.grad is not None)
-    clear(parameters)
-    return sums
-
-
-def weakly(tensors: set[Tensor]) -> list[Any]:
-    """Those that the pass made itself are gone when it is."""
-    return [weakref.ref(tensor) for tensor in tensors]

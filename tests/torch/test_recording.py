@@ -1,0 +1,101 @@
+"""How passes are recorded and replayed, without a GPU: here a graph is the work it was made of, done again."""
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bigbatch.torch.capture.capture as capture
+import bigbatch.torch.capture.recording as recording
+from bigbatch import BigBatchWarning, CaptureError
+from bigbatch.torch import Accumulator
+from bigbatch.torch.random import RandomState
+
+from .training import flat
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Graph:
+    def __init__(self, work: Callable[[], None], *_: Any) -> None:
+        self.replay = work
+
+
+@pytest.fixture(autouse=True)
+def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: torch.set_rng_state(state))
+    monkeypatch.setattr(RandomState, "has_drawn_on_host", lambda self: bool(self.drawn()))  # dropout draws there
+    monkeypatch.setattr(capture, "_why_not", lambda *_: None)
+    monkeypatch.setattr(recording, "record", Graph)
+    monkeypatch.setattr(recording, "no_waiting", nullcontext)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.GELU(), nn.Linear(16, 4)).double()
+
+
+def data(size: int = 13) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size, 8, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 4, (size,), generator=generator)
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def trained(
+    capture: Any, size: int = 4, between: Callable[[Accumulator, int], None] = lambda *_: None, loss: Any = loss
+) -> Accumulator:
+    model = make_model()
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, size, capture=capture)
+    if accumulator._captured is not None:
+        accumulator._update.captured_optimizer = None
+    torch.manual_seed(3)
+    for step in range(6):
+        between(accumulator, step)
+        accumulator.step(data(13 - step % 2))
+    return accumulator
+
+
+def assert_same(ours: Accumulator, theirs: Accumulator) -> None:
+    assert float((flat(ours.model) - flat(theirs.model)).norm()) <= 1e-13
+
+
+@pytest.mark.parametrize("size", [4, 20])
+def test_replays_do_what_eager_passes_do(size: int) -> None:
+    captured = trained(True, size)
+    assert_same(captured, trained(False, size))
+    assert captured._captured.num_replays > 0
+
+
+def test_another_loss_is_recorded_anew() -> None:
+    def tripled(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0]) * 3, batch[1])
+
+    def change(accumulator: Accumulator, step: int) -> None:
+        accumulator.loss = loss if step < 3 else tripled
+
+    assert_same(trained(True, between=change), trained(False, between=change))
+
+
+@pytest.mark.parametrize("size", [4, 20])
+def test_a_wrong_replay_leaves_nothing_behind(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the sums, with micro-batches before it in its window or without, nor in random numbers."""
+    monkeypatch.setattr(recording, "_TOLERANCE", {torch.float64: -1.0})
+    with pytest.warns(BigBatchWarning, match="away from the eager pass"):
+        captured = trained("auto", size)
+    assert_same(captured, trained(False, size))
+
+
+def test_random_numbers_of_the_host_are_refused() -> None:
+    with pytest.raises(CaptureError, match="random numbers on the host"):
+        trained(True, loss=lambda model, batch: loss(model, batch) * random.random())
