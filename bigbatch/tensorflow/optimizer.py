@@ -113,7 +113,7 @@ class Optimizer:
         """Keeps Keras 3 from adding up over replicas what is the same on all of them.
 
         There is no public switch for it (Keras 3.15). This object's own method is covered, and only while a step is
-        being traced.
+        being traced. Replicas that step in threads of their own may enter this together.
         """
         inner = self._inner
         if self.kind != "keras":
@@ -123,7 +123,7 @@ class Optimizer:
         try:
             yield
         finally:
-            del inner._all_reduce_sum_gradients
+            vars(inner).pop("_all_reduce_sum_gradients", None)
 
 
 def kind_of(optimizer: Any) -> str:
