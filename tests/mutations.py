@@ -195,7 +195,7 @@ keras: gradients are not reduced over replicas | keras/backends/tensorflow.py | 
 - gradients = _add_up(gradients)
 + gradients = list(gradients)
 keras: JAX divides by the number of micro-batches | keras/backends/jax.py | test-keras-jax
-- share = loss.share(jnp.asarray(num, dtype), size)
+- share = loss.share(jnp.asarray(checks.batch_size(micro_batch), dtype), size)
 + share = jnp.asarray(1 / -(-size // self.step.micro_batch_size), dtype)
 keras: torch does not zero gradients between steps | keras/backends/torch.py | test-keras-torch
 - model.zero_grad()

@@ -78,6 +78,8 @@ class LossSpec:
     """Whether something needs the outputs of the whole batch: metrics, mostly."""
     is_vector: bool
     """Whether Keras's loss has a value for each sample (reduction "none")."""
+    has_layer_losses: bool
+    """Whether layers or regularizers add to the loss."""
     outputs: Any
     """The model's output, with a KerasTensor in place of each tensor and of its mask."""
     measured: Measured = Measured()
@@ -120,8 +122,8 @@ def map_tensors(function: Callable[[Any], Any], outputs: Any) -> Any:
     return tree.pack_sequence_as(outputs, leaves)
 
 
-def inspect(model: Any, batch: Batch, y_pred: Any) -> LossSpec:
-    """The spec of a batch, from the model's output for a part of it. Uses shapes, no values."""
+def inspect(model: Any, batch: Batch, y_pred: Any, losses: list[Any]) -> LossSpec:
+    """The spec of a batch, from the model's output for a part of it, and model.losses. Uses shapes, no values."""
 
     def spec(tensor: Any) -> Any:
         if not len(tensor.shape):
@@ -141,7 +143,8 @@ def inspect(model: Any, batch: Batch, y_pred: Any) -> LossSpec:
         or model._compile_metrics is not None
         or type(model).compute_metrics is not keras.Model.compute_metrics
     )
-    return LossSpec(tuple(map(kind_of, found)), has_own, needs_outputs, is_vector, map_tensors(spec, y_pred))
+    kinds, outputs = tuple(map(kind_of, found)), map_tensors(spec, y_pred)
+    return LossSpec(kinds, has_own, needs_outputs, is_vector, bool(losses), outputs)
 
 
 # --- the terms of a loss ---------------------------------------------------------------------------------------
@@ -288,7 +291,7 @@ def micro_loss(model: Any, spec: LossSpec, batch: Batch, y_pred: Any, losses: An
         shares: w_tk / W_t of each term; used for terms whose weight is not the number of samples.
 
     Returns:
-        The loss, and what model.losses add to it (None if there are none).
+        The loss, and what model.losses add to it.
     """
     powers = spec.measured.layer_powers
     powers = powers if len(powers) == len(losses) else (1,) * len(losses)
@@ -296,7 +299,7 @@ def micro_loss(model: Any, spec: LossSpec, batch: Batch, y_pred: Any, losses: An
         share_of(share, power) * ops.cast(ops.sum(loss), share.dtype)
         for loss, power in zip(losses, powers, strict=True)
     ]
-    added = sum(scaled) if scaled else None
+    added = sum(scaled, 0.0)
     if spec.has_own_loss:
         own = share_of(share, spec.measured.own_power)
         # metrics that it updates must see the whole batch, so here they keep nothing
@@ -304,7 +307,7 @@ def micro_loss(model: Any, spec: LossSpec, batch: Batch, y_pred: Any, losses: An
             x, y, sample_weight = batch
             loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
         return own * ops.cast(loss, share.dtype), added
-    total = 0.0 if added is None else added
+    total = added
     for i, (term, kind) in enumerate(zip(terms(model, batch, y_pred), spec.kinds, strict=True)):
         factor = shares[i] if kind.counted else share_of(share, kind.power)
         loss = heart.counted(ops.cast(value_of(term, kind), share.dtype), factor, ops.where)

@@ -12,7 +12,7 @@ from keras import tree
 from keras.src.backend import set_keras_mask
 
 from ...core.errors import BatchError
-from ...jax.distributed import add_up, on_devices
+from ...jax.distributed import add_up
 from ...jax.loop import Cut
 from .. import checks, loss
 from ..loss import Batch, LossSpec, Measured
@@ -76,7 +76,7 @@ class BackendStep:
         own = min(num, max(1, self.step.micro_batch_size // num_devices))  # each device's part of a micro-batch
         is_data_parallel = isinstance(distribution, keras.distribution.DataParallel)
         if num_devices == 1 or not is_data_parallel or self._updates_variables(state, batch[0]):
-            return self._accumulate(spec, state, batch, Cut(size, own * num_devices, num_parts=num_devices), size)
+            return self._accumulate(spec, state, batch, Cut(num, own), size)
         are_seeds = self._are_seeds()
 
         def on_one(state: _State, batch: Batch) -> tuple[Any, ...]:
@@ -90,8 +90,15 @@ class BackendStep:
 
         rows, whole = PartitionSpec(axis), PartitionSpec()
         shared = tree.map_structure(lambda leaf: rows if _has_rows(leaf) else whole, batch)
-        out_specs = (whole, whole, whole, whole, rows)
-        found: tuple[Any, ...] = on_devices(on_one, mesh, (axis,), (whole, shared), out_specs)(state, batch)
+        mapped = jax.shard_map(
+            on_one,
+            mesh=mesh,
+            in_specs=(whole, shared),
+            out_specs=(whole, whole, whole, whole, rows),
+            axis_names={axis},
+            check_vma=False,  # True refuses loops that begin with zeros, as in every RNN
+        )
+        found: tuple[Any, ...] = mapped(state, batch)
         return found
 
     def _updates_variables(self, state: _State, x: Any) -> bool:
@@ -115,39 +122,37 @@ class BackendStep:
     ) -> tuple[Any, ...]:
         """The gradient of the batch, the updated variables, the loss, what model.losses add, and the outputs.
 
-        `size` is that of the whole batch, of which a device has a part if `axes` are given.
+        `cut` is that of each device's part of a batch of `size` samples. `batch` is such a part if `axes` are given.
         """
         model = self.model
         trainable, non_trainable, optimizer, metrics = state
         dtype = self.step.dtype
         shares_of = self._count(spec, state, batch, cut, axes) if spec.is_counted else None
-        has_added = False
 
         def gradient_of(trainable: Any, non_trainable: Any, micro_batch: Batch, share: Any, shares: Any) -> Any:
-            nonlocal has_added
             y_pred, non_trainable, losses = self._forward(trainable, non_trainable, micro_batch[0])
             with keras.StatelessScope(self._values((trainable, non_trainable, optimizer, metrics))):
                 micro, added = loss.micro_loss(model, spec, micro_batch, y_pred, losses, share, shares)
-                has_added |= added is not None
                 return model.optimizer.scale_loss(micro), (non_trainable, micro, added, spec.leaves(y_pred))
 
         def body(carry: Any, number: Any, num: int) -> tuple[Any, list[Any]]:
             sums, non_trainable, value, sum_added = carry
             micro_batch = _take(cut, batch, number, num)
-            share = loss.share(jnp.asarray(num, dtype), size)
+            share = loss.share(jnp.asarray(checks.batch_size(micro_batch), dtype), size)
             shares = None if shares_of is None else shares_of[number]
             gradients, (non_trainable, micro, added, leaves) = jax.grad(gradient_of, has_aux=True)(
                 trainable, non_trainable, micro_batch, share, shares
             )
             sums = [s + g.astype(s.dtype) for s, g in zip(sums, gradients, strict=True)]
-            return (sums, non_trainable, value + micro, sum_added if added is None else sum_added + added), leaves
+            return (sums, non_trainable, value + micro, sum_added + added), [_by_device(leaf, num) for leaf in leaves]
 
         zero = jnp.zeros((), dtype)
         sums = [jnp.zeros(v.shape, loss.wide(v.dtype)) for v in trainable]
         (sums, non_trainable, value, added), stacks = cut.loop(body, (sums, non_trainable, zero, zero))
         sums, value, added = add_up((sums, value, added), axes)
         sums = [s.astype(v.dtype) for s, v in zip(sums, trainable, strict=True)]
-        return sums, non_trainable, value, added if has_added else None, cut.join(stacks)
+        leaves = [_in_order(leaf) for leaf in cut.join(stacks)]
+        return sums, non_trainable, value, added, leaves
 
     def _count(self, spec: LossSpec, state: _State, batch: Batch, cut: Cut, axes: tuple[str, ...]) -> Any:
         """A row for each micro-batch: what its terms are multiplied by, where masks or sample weights decide.
@@ -159,7 +164,8 @@ class BackendStep:
         def body(total: Any, number: Any, num: int) -> tuple[Any, list[Any]]:
             micro_batch = _take(cut, batch, number, num)
             y_pred, _, _ = self._forward(state[0], state[1], micro_batch[0], training=False)
-            weights = loss.weights(self.model, spec, micro_batch, y_pred, num, self.step.dtype)
+            num_samples = checks.batch_size(micro_batch)
+            weights = loss.weights(self.model, spec, micro_batch, y_pred, num_samples, self.step.dtype)
             return total + weights, [weights]
 
         total, stacks = cut.loop(body, jnp.zeros(len(spec.kinds), self.step.dtype))
@@ -198,22 +204,35 @@ class BackendStep:
         def trace(state: _State, batch: Batch) -> None:
             cut = Cut(size, min(size, self.step.micro_batch_size))
             micro_batch = _take(cut, batch, 0, cut.size)
-            y_pred, _, _ = self._forward(state[0], state[1], micro_batch[0])
-            found.append(loss.inspect(self.model, micro_batch, y_pred))
+            y_pred, _, losses = self._forward(state[0], state[1], micro_batch[0])
+            found.append(loss.inspect(self.model, micro_batch, y_pred, losses))
 
         jax.eval_shape(trace, state, batch)
         return found[0]
 
 
 def _take(cut: Cut, batch: Batch, number: Any, num: int) -> Any:
-    """A micro-batch of `num` samples; values without axes are passed whole."""
+    """A micro-batch: `num` samples from each device's part of the batch, so that no samples move between devices.
+
+    Values without axes are passed whole.
+    """
 
     def leaf(value: Any) -> Any:
         if isinstance(value, JAXSparse):
             raise BatchError("a sparse JAX array cannot be cut: give fit a dense one")
-        return cut.take(value, number, num) if _has_rows(value) else value
+        return _in_order(cut.take(_by_device(value, cut.num_samples), number, num)) if _has_rows(value) else value
 
     return tree.map_structure(leaf, batch)
+
+
+def _by_device(rows: Any, num: int) -> Any:
+    """Rows of shape (devices * num, ...), each device's part after the other, as (num, devices, ...)."""
+    return rows.reshape(-1, num, *rows.shape[1:]).swapaxes(0, 1)
+
+
+def _in_order(rows: Any) -> Any:
+    """The opposite of `_by_device`."""
+    return rows.swapaxes(0, 1).reshape(-1, *rows.shape[2:])
 
 
 def _has_rows(leaf: Any) -> bool:

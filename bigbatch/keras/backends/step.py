@@ -137,13 +137,13 @@ class FitStep:
             spec: The spec of the batch.
             batch: The whole batch.
             y_pred: The model's outputs for it, if anything needs them.
-            added: What model.losses add to the loss, if anything.
+            added: What model.losses add to the loss.
             value: The loss that the micro-batches add up to.
         """
         if not spec.needs_outputs or spec.measured.is_bound:
             return value
         x, y, sample_weight = batch
-        with loss.losses_of(self.model, None if added is None else [added]):
+        with loss.losses_of(self.model, [added] if spec.has_layer_losses else []):
             return self.model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
 
     def measure(self, batch: Batch, rows: Rows, values: Any = None) -> Measured:

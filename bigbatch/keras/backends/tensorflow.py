@@ -88,10 +88,9 @@ class BackendStep:
         """The gradient of the batch, its loss, what model.losses add to it, and the model's outputs."""
         model, weights = self.model, self.model.trainable_weights
         shares_of_rows = self._count(spec, batch) if spec.is_counted else None
-        has_gradient, has_added = [False] * len(weights), False
+        has_gradient = [False] * len(weights)
 
         def body(micro: Any, carry: Any) -> tuple[Any, list[Any]]:
-            nonlocal has_added
             sums, value, added = carry
             micro_batch, shares = micro
             share = loss.share(tf.cast(_num_samples(micro_batch), total.dtype), total)
@@ -104,13 +103,12 @@ class BackendStep:
             gradients = tape.gradient(scaled, weights)
             for i, gradient in enumerate(gradients):
                 has_gradient[i] |= gradient is not None
-            has_added |= extra is not None
             # tf.py_function forgets the shape
             sums = [
                 s if g is None else tf.ensure_shape(s + tf.cast(g, s.dtype), s.shape)
                 for s, g in zip(sums, gradients, strict=True)
             ]
-            return (sums, value + micro_loss, added if extra is None else added + extra), spec.leaves(y_pred)
+            return (sums, value + micro_loss, added + extra), spec.leaves(y_pred)
 
         zero = tf.zeros((), total.dtype)
         carry = ([tf.zeros(v.shape, loss.wide(v.dtype)) for v in weights], zero, zero)
@@ -118,7 +116,7 @@ class BackendStep:
         gradients = [
             tf.cast(s, v.dtype) if has else None for s, v, has in zip(sums, weights, has_gradient, strict=True)
         ]
-        return gradients, value, added if has_added else None, leaves
+        return gradients, value, added, leaves
 
     def _count(self, spec: LossSpec, batch: Batch) -> Any:
         """A row for each sample: what each term of its micro-batch is multiplied by, if masks or weights decide that.
@@ -183,8 +181,9 @@ class BackendStep:
         def trace(batch: Batch) -> None:
             x, y, sample_weight = batch
             y_pred = self.step.call(x)
+            losses = self.model.losses
             self.model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-            found.append(loss.inspect(self.model, batch, y_pred))
+            found.append(loss.inspect(self.model, batch, y_pred, losses))
 
         tf.function(trace, autograph=False).get_concrete_function(types)
         return found[0]

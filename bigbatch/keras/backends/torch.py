@@ -51,23 +51,22 @@ class BackendStep:
     def _backward(self, batch: Batch, size: int) -> tuple[Any, Any]:
         """Adds up the gradient of the batch; returns its loss, and the outputs if anything needs them."""
         step, model = self.step, self.step.model
-        value, added, kept = 0.0, None, []
+        value, added, kept = 0.0, 0.0, []
         micro_batches, sizes = cut(batch, step.micro_batch_size)
         for k, (micro_batch, num) in enumerate(zip(micro_batches, sizes, strict=True)):
             micro_batch = _with_own_weights(micro_batch)
             y_pred = step.call(micro_batch[0])
             losses = model.losses  # before counting, which calls the model again
             if k == 0:
-                spec = step.spec(batch, lambda: self._inspect(micro_batch, y_pred))  # noqa: B023
+                spec = step.spec(batch, lambda: self._inspect(micro_batch, y_pred, losses))  # noqa: B023
                 shares = self._count(spec, micro_batches, sizes) if spec.is_counted else [None] * len(sizes)
             of_samples = keras.ops.convert_to_tensor(share(num, size), step.dtype)
             micro, extra = loss.micro_loss(model, spec, micro_batch, y_pred, losses, of_samples, shares[k])
             if model.trainable_weights:
                 step.scale(micro).backward()
                 self._add_up()
-            value = value + micro.detach()
-            if extra is not None:
-                added = extra.detach() if added is None else added + extra.detach()
+            with torch.no_grad():
+                value, added = value + micro, added + extra
             kept.append([leaf.detach() for leaf in spec.leaves(y_pred)])
         y_pred = spec.rebuild([torch.cat(leaves) for leaves in zip(*kept, strict=True)]) if spec.needs_outputs else None
         with torch.no_grad():
@@ -87,9 +86,9 @@ class BackendStep:
         weights = torch.stack(found)
         return loss.share(weights, weights.sum(0))
 
-    def _inspect(self, batch: Batch, y_pred: Any) -> LossSpec:
+    def _inspect(self, *args: Any) -> LossSpec:
         with torch.no_grad():
-            return loss.inspect(self.step.model, batch, y_pred)
+            return loss.inspect(self.step.model, *args)
 
     def _add_up(self) -> None:
         """After a backward pass: gradients in float16 or bfloat16 go into sums in float32, others add up in place."""
