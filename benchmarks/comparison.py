@@ -28,7 +28,7 @@ class Found:
     times: dict[str, list[float]] = field(default_factory=dict)
     """Seconds per step, one number per round."""
     guests: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    """The times of each guest and of the reference, from a run of their own."""
+    """The times of each guest and of the reference, from a separate run."""
     missing: dict[str, str] = field(default_factory=dict)
     """Tools that are not installed."""
     failed: dict[str, str] = field(default_factory=dict)

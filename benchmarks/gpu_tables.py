@@ -21,7 +21,7 @@ GIB = 2**30
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_tables", description=__doc__)
     parser.add_argument("--measured", type=Path, default=FOLDER / "measured", help="the folder with the JSON files")
-    parser.add_argument("--page", type=Path, default=RESULTS, help="the page to fill; its plots are written beside it")
+    parser.add_argument("--page", type=Path, default=RESULTS, help="the page to fill; its plots are written next to it")
     options = parser.parse_args()
     parts = measured.read(options.measured)
     if not parts:
@@ -56,7 +56,7 @@ def noted(table: str, part: dict[str, Any]) -> str:
 
 
 def comparison_table(part: dict[str, Any]) -> str:
-    """A guest was timed beside the hand-written loop: its ratio to the full batch is the product of both ratios."""
+    """A guest was timed with the hand-written loop: its ratio to the full batch is the product of both ratios."""
     found = Found.of(part)
     full = compare(found.times, FULL) if FULL in found.times else {}
     rows = []

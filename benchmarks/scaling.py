@@ -56,7 +56,7 @@ def timed(num_micro_batches: int, rounds: int) -> Found:
 
 
 def against_full(found: Found) -> dict[str, Ratio]:
-    """The time per step, full batch = 1. A guest was timed beside the hand-written loop and is derived from it."""
+    """The time per step, full batch = 1. A guest was timed with the hand-written loop, so its ratio is derived."""
     full = compare(found.times, FULL)
     by_hand = full[BY_HAND].ratio
     own = {name: (one.ratio, one.low, one.high) for name, one in full.items()}

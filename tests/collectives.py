@@ -1,4 +1,4 @@
-"""What devices tell each other in a program that JAX has compiled."""
+"""Counts the collectives in a program that JAX has compiled."""
 
 import re
 
@@ -8,7 +8,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 
 
 def collectives(function, *args):
-    """How many of each kind there are in the compiled program, in loops and outside of them."""
+    """How many of each kind the compiled program has outside of loops, and inside."""
     text = jax.jit(function).lower(*args).compile().as_text()
     inside, outside = {}, {}
     for name, body in computations(text).items():
@@ -25,7 +25,7 @@ def computations(text):
 
 
 def loops(text):
-    """All computations that a loop calls, directly or not."""
+    """The computations that a loop calls, directly or indirectly."""
     bodies = computations(text)
     called = {
         name: set(re.findall(r"(?:body|condition|to_apply|calls)=%?([\w.\-]+)", body)) for name, body in bodies.items()

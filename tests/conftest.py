@@ -1,12 +1,12 @@
-"""Two sizes of the tests: the quick ones by default, everything with `--all`.
+"""Runs the quick tests by default, and all tests with `--all`.
 
 Three markers say what the quick run leaves out:
 
-    @pytest.mark.slow          the whole test; a quicker one proves the same on a smaller case
-    @pytest.mark.each_value    all but a few combinations of its parameters: every value of each stays
-    @pytest.mark.pairwise      likewise, but every pair of values of two parameters stays
+    @pytest.mark.slow          leaves out the test; a quicker one proves the same on a smaller case
+    @pytest.mark.each_value    runs a few combinations of the parameters, in which every value occurs
+    @pytest.mark.pairwise      runs a few combinations, in which every pair of values occurs
 
-The quick run is always a part of the full one.
+The quick run is always a subset of the full one.
 """
 
 import gc
@@ -44,13 +44,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keeps the garbage collector from looking at what was imported again and again: up to a quarter of the time."""
+    """Exempts imported objects from garbage collection, which otherwise takes up to a quarter of the time."""
     gc.collect()
     gc.freeze()
 
 
 def asks_for_one(config: pytest.Config) -> bool:
-    """Whether single tests are named on the command line: those run whatever their markers."""
+    """Whether the command line names single tests; these run whatever their markers are."""
     return any("::" in argument for argument in config.args)
 
 
@@ -63,7 +63,7 @@ def by_function(items: Iterable[pytest.Item], marker: str) -> dict[object, list[
 
 
 def values(item: pytest.Item) -> dict[str, Hashable]:
-    """The value of each parameter; those that cannot be compared are told apart as objects."""
+    """The value of each parameter; if values cannot be compared, their ids are."""
     callspec = getattr(item, "callspec", None)
     if callspec is None:
         raise pytest.UsageError(f"{item.nodeid} has no parameters to leave out combinations of")
@@ -74,7 +74,7 @@ def values(item: pytest.Item) -> dict[str, Hashable]:
 
 
 def covering(combinations: Sequence[dict[str, Hashable]], size: int) -> set[int]:
-    """A few combinations in which each group of `size` values that occurs in any of them occurs; found greedily.
+    """Returns the numbers of a few combinations that cover every group of `size` values; picks them greedily.
 
     >>> sorted(covering([{"a": a, "b": b} for a in range(3) for b in range(2)], 1))
     [0, 3, 4]

@@ -1,15 +1,16 @@
-"""Measures how easy it is to find your way around the code; writes two parts of docs/architecture.md.
+"""Counts how easy it is to find your way around the code, and writes two parts of docs/architecture.md.
 
-    python -m tests.house            # print the table
-    python -m tests.house --write    # write the table and the list of files into docs/architecture.md
-    python -m tests.house --trace    # print the files that a step passes through, in order
-    python -m tests.house --names    # print the public names that no other module uses
+    python -m tests.house                # print the table
+    python -m tests.house --write        # write the table and the list of files into docs/architecture.md
+    python -m tests.house --trace        # print the files that a step passes through, in order
+    python -m tests.house --names        # print the public names that no other module uses
+    python -m tests.house --divisions    # print the places that divide by a total weight
 
 Each row of the table is a number that should fall, or stay low:
 
-- the files of `bigbatch/` that a step with three micro-batches calls into, and how often control moves from a
-  function in one file to a function in another (calls only; a second step is traced, when everything is warm);
-- how deep `Accumulator` inherits;
+- the files of `bigbatch/` that a step with three micro-batches calls into, and how often a call is in another file
+  than the call before it (the second step is traced, when everything is warm);
+- the inheritance depth of `Accumulator`;
 - the lines of `bigbatch/` that are not blank;
 - the places that divide by a total weight (see `tests/core/test_heart.py`);
 - the files that mention an option by name;
@@ -70,9 +71,9 @@ def unused_public_names() -> list[str]:
 
 
 def divisions(source: str) -> list[str]:
-    """Every expression that divides by a total weight, as its name or the name of a function call says.
+    """Every expression that divides by a total weight, recognised by the names in it.
 
-    A norm divided by a norm is none: `distance_norm / total`.
+    A norm divided by a norm does not count: `distance_norm / total`.
     """
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -104,13 +105,13 @@ def places_that_divide() -> list[str]:
 
 
 def _names(tree: ast.AST) -> set[str]:
-    """All names in an expression: variables, attributes, and functions that it calls."""
+    """All names in an expression: variables, attributes and functions."""
     nodes = list(ast.walk(tree))
     return {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
 
 
 def top_level_names(tree: ast.Module) -> Iterator[str]:
-    """What a module defines: functions, classes, and names that are assigned to."""
+    """The functions, classes and variables that a module defines."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -121,12 +122,12 @@ def top_level_names(tree: ast.Module) -> Iterator[str]:
 
 
 def depth(kind: type) -> int:
-    """How many classes of this package a class is made of, itself included."""
+    """How many classes of this package a class inherits from, itself included."""
     return sum(base.__module__.startswith("bigbatch") for base in kind.__mro__)
 
 
 def calls_of(work: Callable[[], Any]) -> list[str]:
-    """The file of every function of the package that is called, in order."""
+    """The file of every call of a function of the package, in order."""
     found: list[str] = []
     package = str(PACKAGE)
 
@@ -143,12 +144,12 @@ def calls_of(work: Callable[[], Any]) -> list[str]:
 
 
 def walk(calls: list[str]) -> tuple[int, int]:
-    """How many files, and how many changes of file."""
+    """The number of files, and the number of changes of file."""
     return len(set(calls)), sum(a != b for a, b in itertools.pairwise(calls))
 
 
 def torch_walks() -> dict[str, list[str]]:
-    """What a step of three micro-batches calls, and what the `micro_batch()` block calls that ends such a window."""
+    """The calls of a step of three micro-batches, and of the `micro_batch()` block that ends such a window."""
     import torch
 
     from bigbatch.torch import Accumulator
@@ -177,7 +178,7 @@ def torch_walks() -> dict[str, list[str]]:
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
-    """The table: what is counted, what it was at commit c700251, and what it is now."""
+    """The table: what is counted, its value at commit c700251, and its value now."""
     from bigbatch.torch import Accumulator
 
     walks = torch_walks()
@@ -198,7 +199,7 @@ def table() -> str:
 
 
 def tree(folder: Path = PACKAGE, depth: int = 0) -> str:
-    """Every file of a folder, each with the first line of its docstring."""
+    """The files of a folder, each with the first line of its docstring."""
     lines = [_line(folder.name + "/", folder / "__init__.py", depth)]
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name)):
         if path.is_dir() and (path / "__init__.py").exists():
@@ -214,7 +215,7 @@ def _line(name: str, path: Path, depth: int) -> str:
 
 
 def write() -> None:
-    """Fills what stands between `<!-- name -->` and `<!-- /name -->`."""
+    """Replaces the text between `<!-- name -->` and `<!-- /name -->`."""
     text = PAGE.read_text(encoding="utf-8")
     for name, part in (("house", table()), ("files", f"```\n{tree()}\n```")):
         before, begin, rest = text.partition(f"<!-- {name} -->\n")

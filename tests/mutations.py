@@ -1,4 +1,4 @@
-"""Plants one-line bugs in a copy of bigbatch, one at a time, and records which test catches each of them.
+"""Plants one-line bugs in copies of bigbatch, one at a time, and records which test catches each of them.
 
     python -m tests.mutations --check           # only check that every bug still applies to the code
     python -m tests.mutations                   # try all of them: about an hour; writes tests/mutations.md
@@ -67,11 +67,11 @@ core: samples that do not divide evenly among ranks are dropped | core/window.py
 - ends = [-(-batch_size * rank // num_ranks) for rank in range(num_ranks + 1)]
 + ends = [batch_size // num_ranks * rank for rank in range(num_ranks + 1)]
 torch: every micro-batch has the weight of the first | torch/accumulator.py | test-torch
-- weight = cut.passes[number][1]
-+ weight = cut.passes[0][1]
+- weight = passes[number][1]
++ weight = passes[0][1]
 torch: the weight of a bfloat16 loss is lost | torch/backward.py | test-torch
-- buffer.put(share if in_units else 1.0)
-+ buffer.put(1.0)
+- buffer.add(*self.counted((term,), (1.0,)), share, keep_graph
++ buffer.add(*self.counted((term,), (1.0,)), keep_graph
 torch: an empty term runs backward and adds 0 * NaN | torch/backward.py | test-torch
 - if term.requires_grad and (isinstance(share, Tensor) or share):
 + if term.requires_grad:
@@ -90,14 +90,14 @@ torch: two gradients in the same memory are both added to | torch/gradients.py |
 - if STORAGE_USERS(storage._cdata) > ALONE:
 + if STORAGE_USERS(storage._cdata) > ALONE + 1:
 torch: clipping scales small gradients up | torch/sums.py | test-torch
-- scale(sums, min(clip_norm / (total_norm + 1e-6), 1.0))
-+ scale(sums, clip_norm / (total_norm + 1e-6))
+- self.multiply(min(factor, 1.0))
++ self.multiply(factor)
 torch: clipping comes before unscaling | torch/update.py | test-torch
 - self._precision.unscale(self._optimizer, sums)
 + pass
 torch: an infinite gradient passes the finite check | torch/update.py | test-torch
-- if not math.isfinite(norm):
-+ if math.isnan(norm):
+- if not math.isfinite(norm) or not callable(terms):
++ if math.isnan(norm) or not callable(terms):
 torch: the schedule steps on a skipped step | torch/update.py | test-torch
 - elif self.scheduler is not None and is_applied:
 + elif self.scheduler is not None:
@@ -111,26 +111,28 @@ ranks: the total weight is not reduced | torch/distributed/totals.py | test-rank
 - tuple(int(t) if t.is_integer() else t for t in rest[:num]),
 + tuple(int(t) if t.is_integer() else t for t in map(float, share.total or rest[:num])),
 ranks: the gradient of a fed window is not reduced | torch/accumulator.py | test-ranks
-- if self._ranks.is_shared and has_weight(
-+ if self._ranks.is_sharded and has_weight(
+- if self._ranks.is_shared:
+-                 is_whole = self.reduction
++ if self._ranks.is_sharded:
++                 is_whole = self.reduction
 ranks: each rank clips its own gradient before the reduction | torch/accumulator.py | test-ranks
-- self._ranks.complete(buffer, is_whole=self.reduction
-+ arithmetic.clip(sums, 1e3, self.clip_norm, None); self._ranks.complete(buffer, is_whole=self.reduction
+- self._reduce(buffer, all_ranks, is_whole=is_whole)
++ sums.clip(1e3, self.clip_norm, None); self._reduce(buffer, all_ranks, is_whole=is_whole)
 ranks: the loss is that of one rank | torch/distributed/ranks.py | test-ranks
 - work = dist.all_reduce(sums, group=self.group, async_op=True)
 + work = dist.all_reduce(sums.clone(), group=self.group, async_op=True)
 ranks: the norm is that of one shard | torch/distributed/shards.py | test-ranks
 - return float(total.full_tensor())
 + return float(torch.nn.utils.get_total_norm([local(part) for part in parts]))
-tensorflow: a micro-batch counts 1 instead of its weight | tensorflow/window.py | test-tensorflow
-- tf.math.divide_no_nan(weights, totals)
-+ tf.math.divide_no_nan(tf.ones_like(weights), totals)
+tensorflow: a micro-batch counts 1 instead of its weight | tensorflow/backward.py | test-tensorflow
+- share(weights, totals, where)
++ share(tf.ones_like(weights), totals, where)
 tensorflow: the tail of a batch is dropped | tensorflow/loop.py | test-tensorflow
 - num = -(-num_samples(tensors) // micro_batch_size)
 + num = num_samples(tensors) // micro_batch_size
-tensorflow: a fed window is divided by the number of micro-batches | tensorflow/partial_window.py | test-tensorflow
-- inverse = tf.math.divide_no_nan(tf.ones([], WEIGHT), weight)
-+ inverse = tf.ones([], WEIGHT) / tf.cast(self.sums.count, WEIGHT)
+tensorflow: a fed window is divided by the number of micro-batches | tensorflow/window.py | test-tensorflow
+- rest = share(1.0, weight, where)
++ rest = share(1.0, tf.cast(self.sums.count, weight.dtype), where)
 tensorflow: gradients are not zeroed between windows | tensorflow/sums.py | test-tensorflow
 - for v in (*self.gradients, self.weight, self.losses):
 + for v in (self.weight, self.losses):
@@ -138,20 +140,20 @@ tensorflow: gradients add up in float16 | tensorflow/gradients.py | test-tensorf
 - return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 + return dtype
 tensorflow: the norm is that of the scaled loss | tensorflow/update.py | test-tensorflow
-- norm = gradients.norm(found) / unit
+- norm = gradients.norm(found) / loss_scale
 + norm = gradients.norm(found)
 tensorflow: a gradient that is not finite is applied | tensorflow/update.py | test-tensorflow
 - has_weight & (is_finite | is_scaling),
 + has_weight,
-tensorflow: replicas all count the same | tensorflow/window.py | test-tensorflow
-- gradients.scaled(sums, totals[0]), [losses
-+ gradients.scaled(sums, tf.ones_like(totals[0])), [losses
-tensorflow: the totals of terms are not reduced over replicas | tensorflow/window.py | test-tensorflow
-- totals = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, totals)
-+ totals = tf.identity(totals)
-tensorflow: the optimizer adds the reduced gradient up again | tensorflow/optimizer.py | test-tensorflow
-- inner._all_reduce_sum_gradients = list
-+ inner._all_reduce_sum_gradients = inner._all_reduce_sum_gradients
+tensorflow: replicas all count the same | tensorflow/loop.py | test-tensorflow
+- gradients.scaled(sums, total[0]), [losses
++ gradients.scaled(sums, tf.ones_like(total[0])), [losses
+tensorflow: the totals of terms are not reduced over replicas | tensorflow/loop.py | test-tensorflow
+- total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, total)
++ total = tf.identity(total)
+tensorflow: the optimizer adds the reduced gradient up again | tensorflow/internals.py | test-tensorflow
+- optimizer._all_reduce_sum_gradients = list
++ optimizer._all_reduce_sum_gradients = optimizer._all_reduce_sum_gradients
 jax: the tail counts as much as a full micro-batch | jax/window.py | test-jax
 - count = share(weights[0], self._unit)
 + count = share(weights[0], self._unit) if self.spec.weight else 1
@@ -221,7 +223,7 @@ checkpoint: the shuffles of earlier epochs are not repeated | tensorflow/checkpo
 - self._num_behind = self.epoch
 + self._num_behind = 0
 cli: an interrupted batch counts as done after a resume | cli/run/checkpoints.py | test-cli test-crash
-- return self._counts["num_steps"]
+- return self._done.num_steps
 + return object()
 cli: random numbers are not restored | cli/run/checkpoints.py | test-cli test-crash
 - randomness.restore(found)
@@ -230,8 +232,8 @@ cli: the batches draw other random numbers after a resume | cli/run/checkpoints.
 - data.stream.state = found["batches"]
 + pass
 cli: the schedule begins anew after a resume | cli/run/checkpoints.py | test-cli test-crash
-- self._counts.update(counts)
-+ self._counts.update({**counts, "num_applied": 0})
+- vars(self._done).update(done)
++ vars(self._done).update({**done, "num_applied": 0})
 cli: skipped steps of TensorFlow are forgotten by a resume | cli/engines/tensorflow.py | test-cli
 - return [variable for variable in self.accumulator.variables if id(variable) not in others]
 + return [v for v in self.accumulator.variables if id(v) not in others and v.name != "skipped:0"]
@@ -252,18 +254,18 @@ tensorflow: a sum divided by hand passes for a mean | tensorflow/distributed/is_
 jax: an array that should be cut goes whole | jax/verify/uncut.py | test-jax
 -         raise error from reason
 +         return
-verify: a mean of some groups is taken for one of all | core/verify/compare.py | test-torch
+verify: a mean of some groups is taken for one of all | core/verify/diagnosis.py | test-torch
 - if kind == "mean" and mix.is_unique and not mix.is_of_a_mean:
 + if kind == "mean" and mix.is_unique and not mix.is_unique:
-verify: a loss that is another each time is compared | core/verify/compare.py | test-torch
-- self.is_repeatable = self._agree(
-+ self.is_repeatable = True or self._agree(
-verify: every small difference is rounding | core/verify/compare.py | test-torch
+verify: a loss that is another each time is compared | core/verify/diagnosis.py | test-torch
+- self.is_repeatable = not
++ self.is_repeatable = True or not
+verify: every small difference is rounding | core/verify/diagnosis.py | test-torch
 - self.noise = max(own, moved) if moved < 1e-4 else own
 + self.noise = 1e-2
 cli: skipped steps advance the schedule | cli/run/train.py | test-cli
-- counts["num_applied"] += step.is_applied
-+ counts["num_applied"] += 1
+- done.num_applied += record.is_applied
++ done.num_applied += 1
 cli: the loss of a JAX run is not weighted | cli/engines/jax.py | test-cli
 - jnp.where(w == 0, 0, term * w)
 + jnp.where(w == 0, 0, term)
@@ -284,7 +286,7 @@ class Mutation:
     new: str
 
     def applied(self, source: str) -> str:
-        """The source with the bug in it; raises ValueError if it does not fit."""
+        """The source with the bug in it. Raises ValueError if the bug cannot be planted."""
         if (num := source.count(self.old)) != 1:
             raise ValueError(f"the line to change occurs {num} times in {self.path}, not once")
         mutated = source.replace(self.old, self.new)
@@ -310,13 +312,13 @@ def parsed(text: str) -> list[Mutation]:
         old, new = ("\n".join(line[2:] for line in lines.splitlines()) for lines in (removed, added))
         found.append(Mutation(name, f"bigbatch/{path}", tuple(suites.split()), old, new))
     assert len({m.name for m in found}) == len(re.findall(r"^[^-+\n]", text, re.MULTILINE)), (
-        "one has no name of its own"
+        "two bugs have the same name"
     )
     return found
 
 
 def copy_tree(folder: Path) -> None:
-    """The files that git has or would add, and the real .venv."""
+    """Copies the files that git tracks or would add, and links the real .venv."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     for name in filter(None, names):
@@ -359,7 +361,7 @@ def failure(suite: str, limit: float, folder: Path, *, is_all: bool = False) -> 
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of a suite. SIGTERM first: only torchrun knows the sessions of its workers, and ends them."""
+    """Ends the processes of a suite. SIGTERM comes first, because only torchrun can end its workers."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
@@ -367,7 +369,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def tried(mutation: Mutation, limit: float, folder: Path) -> dict[str, Any]:
-    """What became of one bug; afterwards the copy is as before."""
+    """Tries one bug and returns the result. Afterwards the copy is as before."""
     path = folder / mutation.path
     source = path.read_text()
     found: dict[str, Any] = {"old": mutation.old, "new": mutation.new, "test": None, "all": None}
@@ -397,7 +399,7 @@ def table(mutations: list[Mutation], results: dict[str, Any]) -> str:
 
 @contextmanager
 def copies(num: int) -> Iterator[SimpleQueue[Path]]:
-    """Copies of the tree, to be taken and put back."""
+    """A queue of copies of the tree: take one, put it back."""
     free: SimpleQueue[Path] = SimpleQueue()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         for number in range(num):

@@ -1,4 +1,4 @@
-"""The shared cases: ragged, masked, uneven. NumPy only, so that every framework trains on the same.
+"""The shared cases: ragged, masked and uneven. They use only NumPy, so that every framework trains on the same data.
 
 The data are scikit-learn's handwritten digits and the text of Python's own help topics.
 """
@@ -18,11 +18,11 @@ VOCABULARY = 128
 
 @dataclass(frozen=True)
 class Problem:
-    """Batches to train on, one step each, and where they are cut.
+    """Batches to train on, one step each, and the size of their micro-batches.
 
-    `samples`: inputs x, classes y; the loss is a mean over samples.
-    `tokens`: token ids x, next tokens y, IGNORED where padded; the loss is a mean over what is not ignored.
-    `terms`: as `tokens`, with a second term per sample: predict from the mean of the row the number z.
+    `samples`: inputs x and classes y; the loss is a mean over samples.
+    `tokens`: token ids x and next tokens y, IGNORED where padded; the loss is a mean over the tokens that are not.
+    `terms`: as `tokens`, with a second term per sample: predict the number z from the mean of the row.
     """
 
     name: str
@@ -60,7 +60,7 @@ def samples(*sizes: int, first: int = 0) -> tuple[dict[str, np.ndarray], ...]:
 
 
 def tokens(*lengths: int, width: int | None = None) -> dict[str, np.ndarray]:
-    """A batch of texts of so many predicted tokens, padded to one width."""
+    """A batch of texts with these numbers of predicted tokens, padded to one width."""
     width = width or max(lengths)
     x = np.zeros((len(lengths), width), np.int64)
     y = np.full((len(lengths), width), IGNORED, np.int64)

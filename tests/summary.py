@@ -1,4 +1,4 @@
-"""Sums up a run of `make test`: time by suite, the slowest tests, avoidable skips, and how to repeat what failed.
+"""Sums up a run of `make test`: time by suite, the slowest tests, avoidable skips, and commands to repeat failures.
 
 python -m tests.summary build/tests --budget 720
 """
@@ -11,13 +11,13 @@ from collections import Counter
 from pathlib import Path
 
 AVOIDABLE = ("not installed", "could not import")
-"""Words in the reason of a skip that installing something would have avoided."""
+"""Words in the reason for a skip that an installation would have avoided."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="holds a JUnit file for each suite, and a file `start`")
-    parser.add_argument("--budget", type=float, help="fail above so many seconds")
+    parser.add_argument("--budget", type=float, help="fail if the run took more seconds than this")
     given = parser.parse_args()
     seconds = time.time() - (given.folder / "start").stat().st_mtime
     suites = {path.stem: list(ElementTree.parse(path).iter("testcase")) for path in sorted(given.folder.glob("*.xml"))}
@@ -29,7 +29,7 @@ def main() -> int:
     for case in sorted(cases, key=duration, reverse=True)[:10]:
         print(f"{duration(case):8.1f} s  {case.get('classname')}::{case.get('name')}")
     if avoidable := skips(cases):
-        print("\nskipped for want of something that can be installed")
+        print("\nskipped because something is not installed")
         for reason, num in avoidable.most_common():
             print(f"{num:8}  {reason}")
     # a test that fails on several ranks is one command
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 OTHER_RANKS = tuple(f"ranks-{rank}" for rank in range(1, 10))
-"""The ranks run the same tests: the first one's are counted."""
+"""All ranks run the same tests, so only those of rank 0 are counted."""
 
 
 def has_failed(case: ElementTree.Element) -> bool:
@@ -72,7 +72,7 @@ def duration(case: ElementTree.Element) -> float:
 
 
 def skips(cases: list[ElementTree.Element]) -> Counter[str]:
-    """Counts the skips that installing something would have avoided, by reason."""
+    """Counts by reason the skips that an installation would have avoided."""
     found = [case.find("skipped") for case in cases]
     reasons = [skipped.get("message", "") for skipped in found if skipped is not None]
     return Counter(reason for reason in reasons if any(word in reason for word in AVOIDABLE))

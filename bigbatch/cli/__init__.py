@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """What the command `bigbatch` runs."""
+    """Runs the command `bigbatch`."""
     try:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,7 +20,7 @@ from .. import __version__
 from ..core.errors import BigBatchError, BigBatchWarning, OptionError
 from ..core.text import to_json
 from . import errors
-from .config import FLAGS, check_given, check_same_data, merged, read_toml
+from .config import FLAGS, VERIFY_FLAGS, check_given, check_same_data, merged, read_toml
 from .errors import TaskRaisedError
 from .run.ranks import here, ranks_of, refuse_several
 from .task import load_task
@@ -35,49 +35,41 @@ app = typer.Typer(
 
 
 def run() -> None:
-    """Runs the command; whatever goes wrong becomes a sentence and an exit code."""
-    warnings.showwarning = _show_warning
-    if here().num > 1:  # read when torch is imported: DDP warns where all parameters are used, as they mostly are
+    """Runs the command. Every failure becomes a sentence and an exit code."""
+    warnings.showwarning = _show_warning  # type: ignore[assignment]
+    if here().num > 1:  # DDP would warn that all parameters are used; torch reads this when it is imported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app(standalone_mode=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
         sys.exit(errors.CLOSED_PIPE)
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
     """Shows our own warnings as sentences, without a line of code."""
-    if issubclass(category, BigBatchWarning):
-        if here().is_first:
-            print(f"bigbatch: {message}", file=sys.stderr)
-    else:
+    if not issubclass(category, BigBatchWarning):
         sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
+    elif here().is_first:
+        print(f"bigbatch: {message}", file=sys.stderr)
 
 
 def _ends_with_code(command: Callable[..., int | None]) -> Callable[..., None]:
-    """Ends the process with what the command returns, or with a sentence and the exit code of what it raises."""
+    """Ends the process with the exit code that the command returns, or with an error message and its exit code."""
 
     @wraps(command)
-    def ending(*args: Any, **options: Any) -> None:
+    def run_command(*args: Any, **options: Any) -> None:
         try:
             code = command(*args, **options)
         except BigBatchError as error:
             code = _say(str(error), errors.BAD_INPUT)
         except TaskRaisedError as error:
-            code = _say(_own_traceback(error.error), errors.TASK_RAISED, prefix="")
+            code = _say(_task_traceback(error.error), errors.TASK_RAISED, prefix="")
         except BrokenPipeError:
             raise
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
-            remedy = "see that the folder can be written to and has space, or pass another --out"
+            remedy = "make sure that the folder is writable and has space, or pass another --out"
             code = _say(f"{error.strerror or error}{where}: nothing was overwritten; {remedy}", errors.NOT_WRITTEN)
         except KeyboardInterrupt:
             code = _say("interrupted", errors.INTERRUPTED) if here().is_first else errors.INTERRUPTED
@@ -88,33 +80,31 @@ def _ends_with_code(command: Callable[..., int | None]) -> Callable[..., None]:
         here().leave(code or 0)
         raise typer.Exit(code or 0)
 
-    return ending
+    return run_command
 
 
 def _say(text: str, code: int, prefix: str = "bigbatch: ") -> int:
-    """Prints an error on the rank that has it, and returns the exit code."""
+    """Prints an error on the rank that raised it, and returns the exit code."""
     ranks = here()
-    error = sys.exception()
-    ranks.let_others_speak(error)
-    ranks.record(error)
+    if (error := sys.exception()) is not None:
+        ranks.record(error)
     print(f"bigbatch (rank {ranks.rank}): {text}" if ranks.num > 1 else f"{prefix}{text}", file=sys.stderr)
     return code
 
 
-def _own_traceback(error: BaseException) -> str:
-    """The traceback without our frames."""
-    ours = str(Path(__file__).parents[1])
-    found = traceback.TracebackException.from_exception(error)
-    frames = [frame for frame in found.stack if not _is_ours(frame.filename, ours)]
-    if frames:
-        found.stack[:] = frames
-    found.__cause__ = found.__context__ = None
-    return "".join(found.format()).rstrip()
+def _task_traceback(error: BaseException) -> str:
+    """The traceback without bigbatch's own frames."""
+    package = str(Path(__file__).parents[1])
+    tasks = os.path.join(package, "tasks")
 
+    def is_of_task(frame: traceback.FrameSummary) -> bool:
+        is_ours = frame.filename.startswith(package) and not frame.filename.startswith(tasks)
+        return not is_ours and not frame.filename.startswith("<frozen importlib")
 
-def _is_ours(filename: str, ours: str) -> bool:
-    is_task = filename.startswith(os.path.join(ours, "tasks"))
-    return (filename.startswith(ours) and not is_task) or filename.startswith("<frozen importlib")
+    shown = traceback.TracebackException.from_exception(error)
+    shown.stack[:] = [frame for frame in shown.stack if is_of_task(frame)] or shown.stack
+    shown.__cause__ = shown.__context__ = None
+    return "".join(shown.format()).rstrip()
 
 
 def _show_version(is_wanted: bool) -> None:
@@ -126,26 +116,26 @@ def _show_version(is_wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Gradient accumulation that is exact: train, verify, report."""
 
 
 def _takes(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command, in place of its **flags, the flags that `Config` declares under these names."""
+    """Replaces the **flags of a command by the flags that `Config` declares under these names."""
 
-    def taking(command: Callable[..., Any]) -> Callable[..., Any]:
+    def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
         task, *own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
         flags = []
         for name in names:
             about = FLAGS[name].metadata
-            kind: Any = Annotated[about["kind"] | None, typer.Option(help=about["about"])]
+            kind: Any = Annotated[about["kind"] | None, typer.Option(help=about["help"])]
             flags.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
         command.__signature__ = inspect.Signature([task, *flags, *own])  # type: ignore[attr-defined]
         return command
 
-    return taking
+    return with_flags
 
 
 _TaskName = Annotated[str, typer.Argument(help="A Python file, or digits, digits-batchnorm or text.")]
@@ -157,21 +147,21 @@ _TaskName = Annotated[str, typer.Argument(help="A Python file, or digits, digits
 def train(
     task: _TaskName,
     *,
-    out: Annotated[Path | None, typer.Option(help="The run folder; runs/TASK-TIME without it.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="A run folder to go on with.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder; runs/TASK-TIME by default.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="A run folder to continue.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with these options; flags win.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
     **flags: Any,
 ) -> int | None:
-    """Train a task in micro-batches, compare with the full batch, and leave a run folder."""
+    """Train a task in micro-batches, compare it with the full batch, and write a run folder."""
     from .run.display import Screen
     from .run.folder import CONFIG
     from .run.train import train as run_training
 
     if resume is not None and (out is not None or config is not None):
         raise OptionError(
-            f"--resume {resume} goes on in its own folder with its own options: leave out --out and --config"
+            f"--resume {resume} continues in its own folder with its own options: leave out --out and --config"
         )
     flags["micro_batch_size"] = _as_number(flags["micro_batch_size"])
     framework = flags.pop("framework")
@@ -190,24 +180,24 @@ def train(
     summary, code = run_training(found, chosen, folder, screen, ranks, is_resumed=resume is not None)
     if summary is None:
         return None
-    screen.table(summary, str(folder))
-    if summary["status"] != "finished":
-        screen.note(f"{summary['status']}: to go on, bigbatch train {task} --resume {folder}")
+    screen.summary(summary, folder)
+    if summary.status != "finished":
+        screen.note(f"{summary.status}: to continue, bigbatch train {task} --resume {folder}")
     if as_json:
-        _print_json({**summary, "folder": str(folder)})
+        _print_json({**asdict(summary), "folder": str(folder)})
     return code
 
 
 @app.command()
 @_ends_with_code
-@_takes("micro_batch_size", "batch_size", "framework", "seed", "device")
+@_takes(*VERIFY_FLAGS)
 def verify(
     task: _TaskName,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     **flags: Any,
 ) -> int | None:
-    """Compare the gradient of one batch, accumulated and whole; exit code 1 if they differ."""
+    """Compare the accumulated gradient of one batch with that of the full batch; exit code 1 if they differ."""
     from .engines.engine import make_engine
 
     refuse_several("verify")
@@ -219,7 +209,7 @@ def verify(
         raise OptionError(f"batches() of {found.name} gave 0 batches: there is nothing to verify")
     verification = make_engine(found, chosen).verify(batch)
     if as_json:
-        _print_json({**asdict(verification), "causes": list(verification.causes)})
+        _print_json(asdict(verification))
     else:
         print(f"{found.name}: batch of {chosen.batch_size} in micro-batches of {chosen.micro_batch_size}")
         print(verification)
@@ -232,7 +222,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
-    """Make one page of one or several run folders."""
+    """Write one page about one or several run folders."""
     from .report.page import write_report
 
     refuse_several("report")
@@ -243,7 +233,7 @@ def report(
 @app.command()
 @_ends_with_code
 def doctor() -> None:
-    """Say what is installed, which devices can be used, and what is missing."""
+    """Show what is installed, which devices can be used, and what is missing."""
     from .doctor import examine
 
     refuse_several("doctor")
@@ -251,7 +241,7 @@ def doctor() -> None:
 
 
 def _as_number(text: str | None) -> int | str | None:
-    """A number if it is one; the check of the option has a message for everything else."""
+    """The text as a number, if it is one; the check of the option refuses everything else."""
     try:
         return None if text is None else int(text)
     except ValueError:

@@ -13,16 +13,16 @@ import tomli_w
 from ..core.checkpoint.schedule import Every
 from ..core.errors import OptionError
 from ..core.nonfinite import OnNonFinite
-from ..core.options import check_choice, positive
+from ..core.options import check_choice, check_size
 from .task import FRAMEWORKS, Task
 
-Check = Callable[[str, Any], Any]
+_Check = Callable[[str, Any], Any]
 
 
 def _flag(
     default: Any,
-    about: str,
-    check: Check,
+    text: str,
+    check: _Check,
     *,
     kind: type = str,
     passed_on: Mapping[str, str] = MappingProxyType({}),
@@ -31,26 +31,25 @@ def _flag(
     """An option of `bigbatch train`.
 
     Args:
-        default: Its value if neither a flag, nor a file, nor the task has one.
-        about: What `--help` says.
-        check: Raises OptionError if a value cannot be right; it gets the name of the flag and the value.
+        default: Its value if neither a flag, nor a file, nor the task sets it.
+        text: What `--help` says.
+        check: Raises OptionError if the value is wrong; it gets the name of the flag and the value.
         kind: What the flag is parsed as.
-        passed_on: What the option is called in each framework that takes it as it is; see `Config.for_framework`.
-        elsewhere: What happens in other frameworks, if the option is refused there.
+        passed_on: For each framework that takes the option as it is, its name there; see `Config.for_framework`.
+        elsewhere: What other frameworks do instead, if they refuse the option.
     """
-    metadata = {"about": about, "check": check, "kind": kind, "passed_on": passed_on, "elsewhere": elsewhere}
+    metadata = {"help": text, "check": check, "kind": kind, "passed_on": passed_on, "elsewhere": elsewhere}
     return field(default=default, metadata=metadata)
 
 
-def _one_of(*choices: str) -> Check:
+def _one_of(*choices: str) -> _Check:
     return lambda name, value: check_choice(name, value, choices)
 
 
-def _size(name: str, value: Any) -> None:
-    if name == "--micro-batch-size" and value == "auto":
-        raise OptionError('--micro-batch-size "auto" is not there yet: pass a number, such as 8')
-    if value is not None:
-        positive(name, value)
+def _micro_batch_size(name: str, value: Any) -> None:
+    if value == "auto":
+        raise OptionError(f'{name} "auto" does not exist yet: pass a number, such as 8')
+    check_size(name, value)
 
 
 def _above_zero(name: str, value: Any) -> None:
@@ -64,7 +63,7 @@ def _whole(name: str, value: Any) -> None:
         raise OptionError(f"{name} must be a whole number from 0 on, not {value!r}")
 
 
-def _truth(name: str, value: Any) -> None:
+def _true_or_false(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise OptionError(f"{name} must be true or false, not {value!r}")
 
@@ -83,29 +82,27 @@ def _interval(name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Config:
-    """The options of `bigbatch train`. A new option is a line here; what it does is in `engines` or `run`."""
+    """The options of `bigbatch train`. To add one, declare it here and use it in `engines` or `run`."""
 
     task: str
-    batch_size: int = _flag(64, "What the optimizer sees.", _size, kind=int)
-    micro_batch_size: int = _flag(8, "What is in memory at one time.", _size)
-    epochs: int | None = _flag(None, "How often to go through the data.", _size, kind=int)
-    steps: int | None = _flag(None, "How many steps to make; instead of --epochs.", _size, kind=int)
+    batch_size: int = _flag(64, "The batch that the optimizer sees.", check_size, kind=int)
+    micro_batch_size: int = _flag(8, "The part of it that is in memory at one time.", _micro_batch_size)
+    epochs: int | None = _flag(None, "How many times to go through the data.", check_size, kind=int)
+    steps: int | None = _flag(None, "How many steps to make, instead of --epochs.", check_size, kind=int)
     lr: float = _flag(1e-3, "The learning rate.", _above_zero, kind=float)
     lr_scaling: str = _flag(
         "none",
         "none, linear or sqrt: how the rate follows --batch-size / --base-batch-size.",
         _one_of("none", "linear", "sqrt"),
     )
-    base_batch_size: int | None = _flag(None, "The batch that --lr is meant for.", _size, kind=int)
+    base_batch_size: int | None = _flag(None, "The batch that --lr is meant for.", check_size, kind=int)
     warmup_steps: int = _flag(0, "Steps over which the rate rises to --lr.", _whole, kind=int)
     schedule: str = _flag(
-        "constant",
-        "constant, cosine or linear, over the whole run.",
-        _one_of("constant", "cosine", "linear"),
+        "constant", "constant, cosine or linear, over the whole run.", _one_of("constant", "cosine", "linear")
     )
     clip_norm: float | None = _flag(
         None,
-        "The largest norm of a batch's gradient.",
+        "Clip the gradient of the whole batch to this norm.",
         _above_zero,
         kind=float,
         passed_on={"torch": "clip_norm", "tensorflow": "clip_norm", "keras": "global_clipnorm", "jax": "max_norm"},
@@ -115,20 +112,20 @@ class Config:
     )
     on_nonfinite: str = _flag(
         "skip",
-        "skip, raise or stop: what a gradient that is not finite does.",
+        "skip, raise or stop: what to do about a gradient that is not finite.",
         _one_of(*get_args(OnNonFinite)),
         passed_on={"torch": "on_nonfinite", "tensorflow": "on_nonfinite"},
         elsewhere="such a step is skipped",
     )
     checkpoint_every: str | int | None = _flag("10min", "Steps, such as 100, or a time, such as 10min.", _interval)
-    framework: str = _flag("torch", "torch, tensorflow, keras or jax; for built-in tasks.", _one_of(*FRAMEWORKS))
-    seed: int = _flag(0, "For weights, data and dropout.", _whole, kind=int)
+    framework: str = _flag("torch", "torch, tensorflow, keras or jax, for built-in tasks.", _one_of(*FRAMEWORKS))
+    seed: int = _flag(0, "The seed of weights, data and dropout.", _whole, kind=int)
     device: str | None = _flag(None, "cpu, cuda, cuda:1 …", _device)
-    compare: bool = _flag(True, "Train with the full batch too, and compare.", _truth, kind=bool)
-    tensorboard: bool = _flag(False, "Write TensorBoard's event files too.", _truth, kind=bool)
+    compare: bool = _flag(True, "Train with the full batch too, and compare.", _true_or_false, kind=bool)
+    tensorboard: bool = _flag(False, "Write TensorBoard event files too.", _true_or_false, kind=bool)
 
     def for_framework(self) -> dict[str, Any]:
-        """The options that the framework takes as they are, by its names for them; none that has its default."""
+        """The options that the framework takes as they are, by their names there, without those at their default."""
         return {
             each.metadata["passed_on"][self.framework]: getattr(self, each.name)
             for each in FLAGS.values()
@@ -157,28 +154,30 @@ class Config:
 
 
 FLAGS = {each.name: each for each in fields(Config) if each.metadata}
-"""The flags by name, with what `_flag` was given in `metadata`."""
+"""The flags by name. Their `metadata` has the arguments of `_flag`."""
+VERIFY_FLAGS = ("micro_batch_size", "batch_size", "framework", "seed", "device")
+"""The flags of `bigbatch verify`."""
 _NAMES = ("task", *FLAGS)
-_ABOUT_THE_RUN = ("out", "quiet", "json")
-"""Options that a file may have but that do not change what is computed."""
+_OUTPUT_OPTIONS = ("out", "quiet", "json")
+"""Options that a file may set too, but that do not change what is computed."""
 
 
 def read_toml(path: Path, remedy: str = "pass --config a TOML file") -> dict[str, Any]:
-    """The options in a file; `-` in a name is the same as `_`."""
+    """Reads the options in a file; `-` in a name is the same as `_`."""
     try:
         with path.open("rb") as file:
             found = tomllib.load(file)
     except OSError as error:
         raise OptionError(f"cannot read {path}: {error.strerror}: {remedy}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path} is no TOML file: {error}") from error
+        raise OptionError(f"{path} is not a TOML file: {error}") from error
     options = {name.replace("-", "_"): value for name, value in found.items()}
-    _check_known(options, (*_NAMES, *_ABOUT_THE_RUN), path)
+    _check_known(options, (*_NAMES, *_OUTPUT_OPTIONS), path)
     return options
 
 
 def merged(task: Task, flags: Mapping[str, Any], file: Mapping[str, Any]) -> Config:
-    """The options of a run, from what the task, the file and the flags say."""
+    """The options of a run, from the task's defaults, the file and the flags."""
     _check_known(task.defaults, _NAMES, f"defaults of {task.name}")
     options: dict[str, Any] = {}
     for layer in (task.defaults, file, _given(flags)):
@@ -194,8 +193,8 @@ def check_same_data(flags: Mapping[str, Any], file: Mapping[str, Any]) -> None:
     for name in ("batch_size", "seed"):
         if flags[name] is not None and flags[name] != file.get(name, flags[name]):
             raise OptionError(
-                f"the run has {option(name)} {file[name]}, and with {flags[name]} its batches would be others: "
-                "leave it out, or start anew without --resume"
+                f"the run has {option(name)} {file[name]}, and with {flags[name]} its batches would be different: "
+                "leave the flag out, or start a new run without --resume"
             )
 
 
@@ -206,7 +205,7 @@ def check_given(task: str, flags: Mapping[str, Any], file: Mapping[str, Any]) ->
     sizes = ("batch_size", "micro_batch_size")
     for one, other in (sizes, sizes[::-1]):
         if isinstance(known.get(one), int):
-            known.setdefault(other, known[one])  # the task may have another, which is compared later
+            known.setdefault(other, known[one])  # the task may set the other; they are compared again later
     _checked(Config(task=task, **known))
 
 
@@ -216,18 +215,18 @@ def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_known(options: Mapping[str, Any], names: tuple[str, ...], where: Any) -> None:
     if unknown := sorted(options.keys() - set(names)):
-        raise OptionError(f"{where} has an option {unknown[0]!r} that train does not know: it knows {', '.join(names)}")
+        raise OptionError(f"{where} has the unknown option {unknown[0]!r}: the options are {', '.join(names)}")
 
 
 def _checked(config: Config) -> Config:
-    """Raises OptionError if values cannot work, alone or together."""
+    """Returns the options; raises OptionError if they cannot work, alone or together."""
     for name, each in FLAGS.items():
         value, about = getattr(config, name), each.metadata
         about["check"](option(name), value)
         if about["elsewhere"] and config.framework not in about["passed_on"] and value != each.default:
             raise OptionError(
-                f"{option(name)} {value} is for {' and '.join(about['passed_on'])}, and {Path(config.task).stem} is a "
-                f"task of {config.framework}, where {about['elsewhere']}: leave it out"
+                f"{option(name)} {value} is for {' and '.join(about['passed_on'])}, but {Path(config.task).stem} is a "
+                f"task for {config.framework}, where {about['elsewhere']}: leave it out"
             )
     if config.micro_batch_size > config.batch_size:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""What ends a command, and with which exit code."""
+"""Exit codes, and the errors of a task."""
 
 from ..core.errors import BigBatchError
 
@@ -7,21 +7,17 @@ BAD_INPUT = 2
 TASK_RAISED = 3
 NOT_WRITTEN = 4
 STOPPED = 5
-INTERRUPTED = 130  # as shells have it: 128 + SIGINT
-CLOSED_PIPE = 141  # 128 + SIGPIPE
-
-
-def code_of_signal(number: int) -> int:
-    """As shells have it."""
-    return 128 + number
+BY_SIGNAL = 128  # plus the number of the signal, as in shells
+INTERRUPTED = BY_SIGNAL + 2
+CLOSED_PIPE = BY_SIGNAL + 13
 
 
 class TaskError(BigBatchError, ValueError):
-    """A task file is missing something, or has something of the wrong kind."""
+    """A task file lacks something, or has something of the wrong type."""
 
 
 class TaskRaisedError(Exception):
-    """The code of a task raised; its own traceback is what the user needs to see."""
+    """The code of a task raised an error; the user needs to see its traceback."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))

@@ -1,4 +1,4 @@
-"""A task: a Python file, or a built-in one, that says what is to be trained."""
+"""A task: a Python file, or a built-in one, that says what to train."""
 
 import ast
 import importlib
@@ -16,10 +16,8 @@ from ..core.errors import BigBatchError, MissingExtraError
 from .errors import TaskError, TaskRaisedError
 
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax")
-OF_JAX = ("flax", "optax", "equinox")
-"""Who imports one of these trains with JAX."""
-BUILT_IN = ("digits", "digits-batchnorm", "text")
-MINIMAL = """
+_BUILT_IN = ("digits", "digits-batchnorm", "text")
+_EXAMPLE = """
     import torch
 
     def model():
@@ -40,7 +38,7 @@ class Task:
 
     name: str
     source: str
-    """What it was loaded by: the name of a built-in task, or a path."""
+    """How to load it again: the name of a built-in task, or a path."""
     framework: str
     model: Callable[..., Any]
     batches: Callable[..., Iterable[Any]]
@@ -52,9 +50,8 @@ class Task:
 
     def epoch(self, *, batch_size: int, epoch: int, seed: int) -> Iterator[Any]:
         """The batches of one epoch."""
-        given = {"batch_size": batch_size, "epoch": epoch, "seed": seed}
         with their_own_errors():
-            found = call_with(self.batches, given)
+            found = self._call_batches(batch_size, epoch, seed)
             if not isinstance(found, Iterable):
                 raise TaskError(
                     f"batches() of {self.name} returned a {type(found).__name__}: "
@@ -63,15 +60,18 @@ class Task:
             yield from found
 
     def num_batches(self, batch_size: int, seed: int) -> int | None:
-        """How many batches an epoch has, if that can be told without going through them."""
+        """How many batches an epoch has; None if that is not known without going through them."""
         with their_own_errors():
-            found = call_with(self.batches, {"batch_size": batch_size, "epoch": 0, "seed": seed})
+            found: Any = self._call_batches(batch_size, 0, seed)
             return len(found) if hasattr(found, "__len__") else None
+
+    def _call_batches(self, batch_size: int, epoch: int, seed: int) -> Any:
+        return call_with(self.batches, {"batch_size": batch_size, "epoch": epoch, "seed": seed})
 
 
 @contextmanager
 def their_own_errors() -> Iterator[None]:
-    """Marks what the task's own code raises, so that it is shown as such."""
+    """Marks errors that the code of the task raises, so that they are shown with the task's traceback."""
     try:
         yield
     except (BigBatchError, TaskRaisedError):
@@ -81,7 +81,12 @@ def their_own_errors() -> Iterator[None]:
 
 
 def call_with(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """Calls with those of the arguments that the function takes by name; a first one of another name gets the first."""
+    """Calls a function with those arguments that it takes.
+
+    Args:
+        function: The function of a task.
+        given: The arguments by name. If the function's first parameter has another name, it gets the first of them.
+    """
     parameters = list(inspect.signature(function).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return function(**given)
@@ -95,36 +100,40 @@ def call_with(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
 
 
 def load_task(name: str, framework: str | None) -> Task:
-    """The task of this name or path, checked before anything is made."""
-    if name in BUILT_IN:
+    """Loads and checks the task with this name or path.
+
+    Args:
+        name: The name of a built-in task, or the path of a Python file.
+        framework: Which version of a built-in task; PyTorch by default. A file trains with the framework it imports.
+    """
+    if name in _BUILT_IN:
         framework = framework or "torch"
         if framework not in FRAMEWORKS:
             raise TaskError(f"there is no {name} for {framework}: pass --framework {' or '.join(FRAMEWORKS)}")
-        module = f"bigbatch.tasks.{framework}.{name.replace('-', '_')}"
         try:
-            return checked(importlib.import_module(module), name, name, framework)
+            module = importlib.import_module(f"bigbatch.tasks.{framework}.{name.replace('-', '_')}")
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] not in (*FRAMEWORKS, "optax"):
                 raise
-            raise MissingExtraError(
-                f'{name} for {framework} needs {error.name}: pip install "bigbatch[{framework}]"'
-            ) from error
+            extra = f'pip install "bigbatch[{framework}]"'
+            raise MissingExtraError(f"{name} for {framework} needs {error.name}: {extra}") from error
+        return _task_in(module, name, name, framework)
     path = Path(name)
     if not path.is_file():
-        raise TaskError(f"there is no task {name}: pass the path of a Python file, or one of {', '.join(BUILT_IN)}")
+        raise TaskError(f"there is no task {name}: pass the path of a Python file, or one of {', '.join(_BUILT_IN)}")
     if path.suffix != ".py":
-        raise TaskError(f"{name} is no Python file: pass a path that ends in .py, or one of {', '.join(BUILT_IN)}")
-    found = framework_of(path)
+        raise TaskError(f"{name} is not a Python file: pass a path that ends in .py, or one of {', '.join(_BUILT_IN)}")
+    found = _framework_of(path)
     if framework is not None and framework != found:
         raise TaskError(
-            f"{name} imports {found} but --framework is {framework}: leave --framework out, a task file is of the "
-            "framework that it imports"
+            f"{name} imports {found} but --framework is {framework}: leave --framework out, because a task file trains "
+            "with the framework that it imports"
         )
-    return checked(load_file(path), path.stem, str(path.resolve()), found)
+    return _task_in(_load_file(path), path.stem, str(path.resolve()), found)
 
 
-def framework_of(path: Path) -> str:
-    """The framework that a file imports: read, not run."""
+def _framework_of(path: Path) -> str:
+    """Returns the framework that a file imports, without running the file."""
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
@@ -137,19 +146,18 @@ def framework_of(path: Path) -> str:
             names.add(node.module.split(".")[0])
             if node.module == "bigbatch" or node.module.startswith("bigbatch."):
                 names |= {*node.module.split(".")[1:2], *(alias.name for alias in node.names)}
-    if not names.isdisjoint(OF_JAX):
+    if not names.isdisjoint(("flax", "optax", "equinox")):
         names.add("jax")
-    for name in FRAMEWORKS:  # Keras comes along with TensorFlow, JAX with Keras: each is meant only if it is alone
+    for name in FRAMEWORKS:  # a TensorFlow task may import keras too, and a Keras task jax: the first one counts
         if name in names:
             return name
     raise TaskError(
-        f"{path} imports none of {', '.join(FRAMEWORKS)}, so nobody can tell what it trains with: a task looks like\n"
-        f"{MINIMAL}"
+        f"{path} imports none of {', '.join(FRAMEWORKS)}, so its framework is not known: a task looks like\n{_EXAMPLE}"
     )
 
 
-def load_file(path: Path) -> ModuleType:
-    """Runs a task file; what lies beside it can be imported."""
+def _load_file(path: Path) -> ModuleType:
+    """Runs a task file, which can import the files beside it."""
     spec = importlib.util.spec_from_file_location(f"bigbatch_task_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -161,30 +169,19 @@ def load_file(path: Path) -> ModuleType:
     return module
 
 
-def checked(module: ModuleType, name: str, source: str, framework: str) -> Task:
-    """The task in a module, if it has all that a task needs."""
-    for needed in ("model", "batches", "loss"):
-        if not hasattr(module, needed):
-            raise TaskError(f"{name} defines no {needed}(): a task looks like\n{MINIMAL}")
-    functions = ["model", "batches", "optimizer", "weight", "evaluate", *(["loss"] if framework != "keras" else [])]
-    for function in functions:
-        value = getattr(module, function, None)
-        if value is not None and not callable(value):
+def _task_in(module: ModuleType, name: str, source: str, framework: str) -> Task:
+    """Returns the task in a module; raises TaskError if something is missing or of the wrong type."""
+    needed, optional = ("model", "batches", "loss"), ("optimizer", "weight", "evaluate", "defaults")
+    found = {part: getattr(module, part) for part in (*needed, *optional) if hasattr(module, part)}
+    if missing := [part for part in needed if part not in found]:
+        raise TaskError(f"{name} defines no {missing[0]}(): a task looks like\n{_EXAMPLE}")
+    for part, value in found.items():
+        is_keras_loss = part == "loss" and framework == "keras"  # its name, or an object
+        if part == "defaults":
+            if not isinstance(value, Mapping):
+                raise TaskError(f"defaults of {name} is a {type(value).__name__}: make it a dict of options")
+        elif value is not None and not is_keras_loss and not callable(value):
             raise TaskError(
-                f"{function} of {name} is a {type(value).__name__} and no function: a task looks like\n{MINIMAL}"
+                f"{part} of {name} is a {type(value).__name__}, not a function: a task looks like\n{_EXAMPLE}"
             )
-    defaults = getattr(module, "defaults", {})
-    if not isinstance(defaults, Mapping):
-        raise TaskError(f"defaults of {name} is a {type(defaults).__name__}: make it a dict of options")
-    return Task(
-        name,
-        source,
-        framework,
-        module.model,
-        module.batches,
-        module.loss,
-        getattr(module, "optimizer", None),
-        getattr(module, "weight", None),
-        getattr(module, "evaluate", None),
-        defaults,
-    )
+    return Task(name, source, framework, **found)

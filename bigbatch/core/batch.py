@@ -1,4 +1,4 @@
-"""The batch axis: the size that all parts of a batch share, and what is said where they do not."""
+"""The batch axis: its size, which all parts of a batch share, and layers that depend on it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +11,8 @@ def shared_size(parts: Sequence[tuple[str, int]], batch: Any, remedy: str = "", 
 
     Args:
         parts: The name of each array or tensor that has a batch axis, and the size of that axis.
-        batch: What the parts came from.
-        remedy: What helps if they differ, in the words of the framework.
+        batch: The batch that these are the parts of.
+        remedy: What to do if the sizes differ, in the words of the framework.
         name: What the message calls the batch.
     """
     if not parts:
@@ -35,15 +35,29 @@ def warn_of_batch_norm(names: Sequence[str], freeze: str, *, layer: str = "Batch
     """Warns that BatchNorm sees micro-batches; returns whether there is any.
 
     Args:
-        names: The layers that normalise by what they are fed.
-        freeze: How they are frozen in this framework: "put them into eval mode".
+        names: The layers that normalise by the batch they are given.
+        freeze: How to freeze them in this framework: "put them into eval mode".
         layer: What the framework calls them.
     """
     if names:
-        norm = layer.removeprefix("Batch")
         warn(
-            f"{len(names)} {layer} layer{'s' * (len(names) != 1)} in training mode ({names[0]} first) normalise by "
-            f"the micro-batch, so the result is not that of the full batch: {freeze}, or use Group{norm} or "
-            f"Layer{norm}, to be exact; verify() shows how far apart it is"
+            f"{len(names)} {layer} layer{'s' * (len(names) != 1)} in training mode ({names[0]} first) normalise by the "
+            f"micro-batch, so the result is not that of the full batch: {freeze}, or use {_other_norms(layer)}, to be "
+            "exact; verify() shows how far apart it is"
         )
     return bool(names)
+
+
+def batch_norm_causes(names: Sequence[str], freeze: str, *, layer: str = "BatchNorm") -> list[str]:
+    """What verify() says about these layers, if there are any; the arguments are those of `warn_of_batch_norm`."""
+    if not names:
+        return []
+    return [
+        f"{layer} in training mode ({', '.join(names)}) normalises by the micro-batch instead of the batch: {freeze}, "
+        f"or use {_other_norms(layer)}"
+    ]
+
+
+def _other_norms(layer: str) -> str:
+    norm = layer.removeprefix("Batch")
+    return f"Group{norm} or Layer{norm}"

@@ -4,9 +4,9 @@ BigBatchError
 ├── OptionError      an argument has a value that cannot work
 ├── BatchError       a batch or a stream cannot be cut or fed as asked
 ├── WeightError      a weight is negative, not finite, or of the wrong kind
-├── LossError        a loss is no scalar, has no graph, or reaches no parameter
-├── NonFiniteError   a gradient or a loss is not finite, and the caller wants to hear of it
-├── GradientError    the parameters hold gradients that are not ours
+├── LossError        a loss is not a scalar, has no graph, or reaches no parameter
+├── NonFiniteError   a gradient or a loss is not finite, and the caller asked for an error
+├── GradientError    the parameters hold gradients that did not come from this window
 ├── OrderError       calls came in an order that makes no sense
 ├── Interrupted      a step stopped between two micro-batches, because it was asked to
 ├── CaptureError     a pass cannot be captured as a CUDA graph
@@ -28,7 +28,7 @@ class BigBatchError(Exception):
     """The parent of everything that bigbatch raises on purpose."""
 
 
-# by this TensorFlow's AutoGraph knows that it can raise the same class again, with the user's lines
+# tells TensorFlow's AutoGraph that it can raise the same class again, with the user's lines
 BigBatchError.__init__ = Exception.__init__  # type: ignore[method-assign]
 
 
@@ -45,11 +45,11 @@ class WeightError(BigBatchError, ValueError):
 
 
 class LossError(BigBatchError, ValueError):
-    """A loss is no scalar, has no graph, or reaches no parameter."""
+    """A loss is not a scalar, has no graph, or reaches no parameter."""
 
 
 class NonFiniteError(BigBatchError, ArithmeticError):
-    """A gradient or a loss is not finite, and the caller wants to hear of it."""
+    """A gradient or a loss is not finite, and the caller asked for an error."""
 
 
 class GradientError(BigBatchError, RuntimeError):
@@ -61,7 +61,7 @@ class OrderError(BigBatchError, RuntimeError):
 
 
 class Interrupted(BigBatchError):  # noqa: N818 - nothing went wrong
-    """A step stopped between two micro-batches, because it was asked to. What it has so far is kept."""
+    """A step stopped between two micro-batches, because it was asked to. Its gradients so far are kept."""
 
 
 class CaptureError(BigBatchError, RuntimeError):
@@ -81,14 +81,14 @@ class MissingExtraError(BigBatchError, ImportError):
 
 
 class BigBatchWarning(UserWarning):
-    """Something that training survives but the user should hear of."""
+    """A problem that does not stop training but that the user should know of."""
 
 
 _OURS = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__)
 
 
 def warn(message: str) -> None:
-    """Issues a BigBatchWarning that names the user's line, however deep inside of bigbatch the cause was found."""
+    """Issues a BigBatchWarning that points to the user's line, however deep inside bigbatch it is called."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, level = frame.f_back, level + 1

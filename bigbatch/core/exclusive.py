@@ -1,63 +1,59 @@
 """Only one call at a time may train a parameter; changes made by others are detected."""
 
-import functools
-import itertools
 import operator
 import os
 import threading
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .errors import OrderError
 
+_guard = threading.RLock()  # reentrant: a signal handler may run at any time
+_live: "weakref.WeakSet[Exclusive]" = weakref.WeakSet()
 
-class Lock:
-    """The lock of some parameters. Parameters that are trained together share one."""
+
+class _Lock:
+    """The lock of parameters that are trained together."""
 
     def __init__(self) -> None:
-        self.number = next(_numbers)
-        self.held_by: dict[int, weakref.ref[Hold]] = {}
-        """The call that holds it, on each replica: a dict, because `setdefault` tests and takes in one go."""
+        self.holders: dict[int, Callable[[], _Hold | None]] = {}
+        """Weak references to the call that holds it, by replica: a call that Ctrl-C ended holds nothing."""
         self.num_changes = 0
         """How often the parameters were stepped: fused and captured optimizers leave no trace on them (torch 2.13)."""
         self.is_orphaned = False
         """Whether a fork left its holder behind."""
 
-    def free_in_child(self) -> None:
-        """A fork takes only its own thread along: what another thread was doing is never finished in the child."""
-        for replica, mark in list(self.held_by.items()):
-            if not _is_of_this_thread(mark):
-                del self.held_by[replica]
-                self.is_orphaned = True
 
+class _Hold:
+    """A call that holds locks inside its block: all of them, or it is refused."""
 
-class Hold:
-    """A call that holds locks inside its block, or is refused.
-
-    Locks know it by a weak reference: if Ctrl-C arrives just before they are released, they are free all the same.
-    """
-
-    def __init__(self, locks: list[Lock], call: str, replicas: Sequence[int]) -> None:
+    def __init__(self, locks: list[_Lock], call: str, replicas: Sequence[int]) -> None:
         self._locks = locks
         self._call = call
         self._replicas = replicas
-        self._mark: Any = weakref.ref(self, functools.partial(_release, locks, replicas))
-        self.thread = threading.get_ident()
+        self._thread = threading.get_ident()
+
+    def is_of_this_thread(self) -> bool:
+        return self._thread == threading.get_ident()
 
     def __enter__(self) -> None:
-        for lock in self._locks:
-            for replica in self._replicas:
-                mark = lock.held_by.setdefault(replica, self._mark)
-                if lock.is_orphaned or mark is not self._mark:
-                    self.__exit__()
-                    raise OrderError(
-                        _refusal(self._call, is_orphaned=lock.is_orphaned, is_own=_is_of_this_thread(mark))
-                    )
+        reference = weakref.ref(self)
+        with _guard:
+            for lock in self._locks:
+                for replica in self._replicas:
+                    holder = lock.holders.get(replica, _nobody)()
+                    if lock.is_orphaned or holder is not None:
+                        raise OrderError(_refusal(self._call, lock.is_orphaned, holder))
+            for lock in self._locks:
+                for replica in self._replicas:
+                    lock.holders[replica] = reference
 
     def __exit__(self, *_: Any) -> None:
-        _release(self._locks, self._replicas, self._mark)
-        self._mark = None
+        for lock in self._locks:
+            for replica in self._replicas:
+                lock.holders.pop(replica, None)
 
 
 class Exclusive:
@@ -68,12 +64,12 @@ class Exclusive:
 
     Args:
         parameters: Returns what is trained now; an optimizer may be given more parameters while it trains.
-        key: What a parameter is known by: itself, or `id` if it cannot be hashed.
+        key: What identifies a parameter.
     """
 
-    def __init__(self, parameters: Callable[[], Sequence[Any]], key: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, parameters: Callable[[], Sequence[Any]], key: Callable[[Any], Any] = id) -> None:
         self.__setstate__((parameters, key))
-        self._assign()
+        self._assign(parameters())
 
     def __getstate__(self) -> Any:
         """A copy trains parameters of its own."""
@@ -81,34 +77,34 @@ class Exclusive:
 
     def __setstate__(self, state: Any) -> None:
         self._parameters, self._key = state
-        self._held: Sequence[Any] = ()  # while they live, nothing else gets their ids
-        self._locks: list[Lock] = []
-        self.locks: dict[Any, Lock] = {}
-        """By the key of the parameter."""
+        self._held: Sequence[Any] = ()  # while they live, no other object gets their ids
+        self._locks: list[_Lock] = []
+        self._lock_of: dict[Any, _Lock] = {}
 
-    def _assign(self) -> None:
-        """A parameter keeps its lock, or gets that of others who train it; those without one share a new one."""
-        held = self._parameters()
-        keys = held if self._key is None else map(self._key, held)
-        with _assigning:
-            new = Lock()
-            known = [self.locks, *(other.locks for other in _live)]
+    def _assign(self, parameters: Sequence[Any]) -> None:
+        """Gives every parameter the lock it has, here or in another accumulator; those without one share a new one."""
+        with _guard:
+            known = ChainMap(self._lock_of, *(other._lock_of for other in _live))
+            new = _Lock()
+            self._held = parameters
+            self._lock_of = {key: known.get(key, new) for key in map(self._key, parameters)}
+            self._locks = list(dict.fromkeys(self._lock_of.values()))
             _live.add(self)
-            # In the order in which they were made: of two calls that want several, one gets them all
-            found = {key: next((locks[key] for locks in known if key in locks), new) for key in keys}
-            self._locks = sorted(set(found.values()), key=lambda lock: lock.number)
-            self._held = held
-            self.locks = found  # last: from here on nobody waits for this
 
-    def hold(self, call: str, replicas: Sequence[int] = (0,)) -> Hold:
-        """Keeps other calls away, inside a block. They are refused, they do not wait."""
+    def hold(self, call: str, replicas: Sequence[int] = (0,)) -> _Hold:
+        """Refuses other calls inside a block; they do not wait.
+
+        Args:
+            call: What error messages call this call.
+            replicas: The replicas whose copies of the parameters it trains.
+        """
         now = self._parameters()
         if len(now) != len(self._held) or any(map(operator.is_not, now, self._held)):
-            self._assign()
-        return Hold(self._locks, call, replicas)
+            self._assign(now)
+        return _Hold(self._locks, call, replicas)
 
     def changed(self) -> None:
-        """Records for everybody who shares the parameters that they have changed."""
+        """Records, for everyone who shares the parameters, that they have changed."""
         for lock in self._locks:
             lock.num_changes += 1
 
@@ -117,35 +113,22 @@ class Exclusive:
         return [len(self._held), *[lock.num_changes for lock in self._locks]]
 
     def recover(self) -> None:
-        """After a fork in the middle of another thread's step: the caller has made the parameters whole again."""
+        """After a fork in the middle of another thread's step: the caller has restored the parameters."""
         for lock in self._locks:
             lock.is_orphaned = False
 
 
-_assigning = threading.Lock()
-_numbers = itertools.count()
-_live: "weakref.WeakSet[Exclusive]" = weakref.WeakSet()
+def _nobody() -> None:
+    """The holder of a lock that is free."""
 
 
-def _release(locks: list[Lock], replicas: Sequence[int], mark: "weakref.ref[Hold]") -> None:
-    for lock in locks:
-        for replica in replicas:
-            if lock.held_by.get(replica) is mark:
-                del lock.held_by[replica]
-
-
-def _is_of_this_thread(mark: "weakref.ref[Hold]") -> bool:
-    holder = mark()
-    return holder is not None and holder.thread == threading.get_ident()
-
-
-def _refusal(call: str, *, is_orphaned: bool, is_own: bool) -> str:
+def _refusal(call: str, is_orphaned: bool, holder: _Hold | None) -> str:
     if is_orphaned:
         return (
             f"{call} was called in a process that was forked while another thread was in the middle of a step, so its "
             "copy of the parameters may be half updated: load them and call forget(), or fork between steps"
         )
-    if is_own:
+    if holder is not None and holder.is_of_this_thread():
         return (
             f"{call} was called inside a micro_batch() block, or inside another step of the same parameters: "
             "call it after that"
@@ -157,10 +140,15 @@ def _refusal(call: str, *, is_orphaned: bool, is_own: bool) -> str:
 
 
 def _free_in_child() -> None:
-    global _assigning
-    _assigning = threading.Lock()
-    for lock in {lock for exclusive in list(_live) for lock in exclusive.locks.values()}:
-        lock.free_in_child()
+    """Only the forking thread exists in the child: calls of other threads never end there."""
+    global _guard
+    _guard = threading.RLock()
+    for lock in {lock for exclusive in _live for lock in exclusive._lock_of.values()}:
+        for replica, holder_of in list(lock.holders.items()):
+            holder = holder_of()
+            if holder is not None and not holder.is_of_this_thread():
+                del lock.holders[replica]
+                lock.is_orphaned = True
 
 
 if hasattr(os, "register_at_fork"):

@@ -72,7 +72,7 @@ class History:
         write_whole(path, self.to_lines())
 
     def to_lines(self) -> bytes:
-        """One JSON line per step. Lines are kept, so that saving after each step does not encode all of them again."""
+        """One JSON line per step. Lines are cached: saving after each step encodes only the new ones."""
         new = [json.dumps(to_json(record), allow_nan=False) + "\n" for record in self._records(len(self._lines))]
         text = "".join([*self._lines, *new]).encode()
         self._lines += new[:-1]  # the last step may still become the last of its epoch
@@ -80,7 +80,7 @@ class History:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "History":
-        """Reads a file that `save` wrote; raises StateError if it is something else.
+        """Reads a file that `save` wrote; raises StateError if it is not one.
 
         Args:
             path: The file to read.
@@ -89,11 +89,11 @@ class History:
 
     @classmethod
     def from_lines(cls, content: bytes, path: str | os.PathLike[str]) -> "History":
-        """Reads what `to_lines` returned; raises StateError if it is something else.
+        """Reads what `to_lines` returned; raises StateError if it is anything else.
 
         Args:
             content: The JSON lines.
-            path: What error messages call them.
+            path: The file that error messages name.
         """
         history = cls()
         try:
@@ -108,11 +108,11 @@ class History:
         return history
 
     def become(self, other: "History") -> None:
-        """Replaces all steps and epochs by those of another history."""
+        """Takes over the steps and epochs of another history."""
         self._epochs, self._lines = other._epochs, other._lines
 
     def _records(self, first: int) -> Iterator[dict[str, Any]]:
-        """What is written about each step, from the step with this number on."""
+        """The records to write, from the step with this number on."""
         before = 0
         for epoch, steps in enumerate(self._epochs):
             for place in range(max(0, first - before), len(steps)):

@@ -1,4 +1,4 @@
-"""What happens when a gradient or a loss is not finite: the policy and its messages, for every framework."""
+"""What happens when a gradient or a loss is not finite: one policy and its messages for all frameworks."""
 
 import math
 from typing import Any, Literal, get_args
@@ -8,7 +8,7 @@ from .options import Option, check_choice, check_size
 from .weight import Terms
 
 OnNonFinite = Literal["skip", "raise", "stop"]
-REMEDY = "look at the data of that step, lower the learning rate, or clip the gradient"
+_REMEDY = "look at the data of that step, lower the learning rate, or clip the gradient"
 
 
 def check_on_nonfinite(name: str, value: Any) -> Any:
@@ -17,13 +17,13 @@ def check_on_nonfinite(name: str, value: Any) -> Any:
 
 
 class NonFinite:
-    """Keeps such a gradient away from the parameters, and tells the user in the way that they chose.
+    """Keeps a gradient that is not finite away from the parameters, and reacts as the user chose.
 
     "skip":  warn, and start the next window clean; too many skipped steps in a row are an error
     "raise": raise NonFiniteError at once
     "stop":  skip the step, and make no further one
 
-    A GradScaler finds its scale by overflowing: such a step is skipped and counted, and nothing is said.
+    A GradScaler finds its scale by overflowing: such a step is skipped and counted without a warning.
 
     Args:
         on_nonfinite: "skip", "raise" or "stop".
@@ -53,11 +53,11 @@ class NonFinite:
         self._first_step = 0
         self._first_place = ""
         self._due: dict[int, str] = {}
-        """What is to be raised, by the step that was one too many."""
+        """The errors that `check` will raise, by the step that was one too many."""
 
     @property
     def needs_finite_loss(self) -> bool:
-        """Whether a loss that is not finite counts if its gradient is finite: "skip" applies it, as any loop would."""
+        """Whether a step needs a finite loss too. "skip" needs only a finite gradient, as any loop does."""
         return bool(self.on_nonfinite != "skip")
 
     @property
@@ -78,7 +78,10 @@ class NonFinite:
             is_overflow: Whether a GradScaler handles it.
         """
         if self.raises and not is_overflow:
-            raise NonFiniteError(raised(step, place))
+            raise NonFiniteError(
+                f"{place} is not finite in step {step}, which was not made: {_REMEDY}, "
+                'or pass on_nonfinite="skip" to skip such steps'
+            )
         if not self.num_skipped:
             self._first_step, self._first_place = step, place
         self.num_skipped += 1
@@ -87,7 +90,11 @@ class NonFinite:
             self.is_stopped = is_too_many or not is_overflow
             return
         if is_too_many:
-            self._due[step] = too_many(self.num_skipped, self._first_step, self._first_place, self.max_skipped)
+            self._due[step] = (
+                f"{self.num_skipped} steps in a row were skipped since the last one that was applied, the first in "
+                f"step {self._first_step}, where {self._first_place} was first not finite: {_REMEDY}, "
+                f"or pass a max_skipped above {self.max_skipped}"
+            )
         if self._warns and not is_overflow:
             warn(
                 f"step {step} was skipped: {place} is not finite; "
@@ -112,12 +119,12 @@ class NonFinite:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """What a checkpoint saves."""
         return {"num_steps": self.num_skipped, "first_step": self._first_step, "first_place": self._first_place}
 
     @staticmethod
     def read(state: dict[str, Any]) -> dict[str, Any]:
-        """A saved state, checked: raises TypeError if a value is of another kind."""
+        """Returns a saved state after checking it; raises TypeError if a value is of another type."""
         default = NonFinite().state_dict()
         state = {**default, **state}
         return {name: type(value)() + state[name] for name, value in default.items()}
@@ -130,30 +137,13 @@ class NonFinite:
         self.is_stopped = False
 
 
-def raised(step: int, place: str) -> str:
-    """The message of `on_nonfinite="raise"`."""
-    return (
-        f"{place} is not finite in step {step}, which was not made: {REMEDY}, "
-        'or pass on_nonfinite="skip" to skip such steps'
-    )
-
-
-def too_many(num_skipped: int, first_step: int, first_place: str, max_skipped: int | None) -> str:
-    """The message after `max_skipped` skipped steps in a row."""
-    return (
-        f"{num_skipped} steps in a row were skipped since the last one that was applied, the first in "
-        f"step {first_step}, where {first_place} was first not finite: {REMEDY}, "
-        f"or pass a max_skipped above {max_skipped}"
-    )
-
-
 def place_of(name: str | None) -> str:
-    """How messages call the gradient of a parameter; None if it is not known here."""
+    """What messages call the gradient of this parameter; None if another rank has it."""
     return f"the gradient of {name}" if name is not None else "a part of the gradient that another rank has"
 
 
 def place_in(losses: Terms) -> str | None:
-    """How messages call the first loss that is not finite; None if all are finite."""
+    """What messages call the first term that is not finite; None if all are finite."""
     for number, loss in enumerate(losses, 1):
         if not math.isfinite(loss):
             return "the loss" if len(losses) == 1 else f"term {number} of the loss"

@@ -1,11 +1,11 @@
 """The options of an accumulator: how each is checked, and whether it can be changed later.
 
 class Accumulator:
-    clip_norm = Option(check_clip)   # accumulator.clip_norm = 0.5 is checked, and used from the next step on
-    reduction = Fixed()              # accumulator.reduction = "sum" raises OptionError
+    max_skipped = Option(check_size)   # accumulator.max_skipped = 8 is checked, and used from the next step on
+    reduction = Fixed()                # accumulator.reduction = "sum" raises OptionError
 
 A check is a function `check(name, value)` that returns the value to keep, or raises OptionError. All frameworks use the
-same ones, so that an option means the same everywhere.
+same checks, so that an option means the same everywhere.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Option:
     def __set__(self, instance: Any, value: Any) -> None:
         vars(instance)[self._name] = self._check(self._name, value)
 
-    if TYPE_CHECKING:  # for mypy, `accumulator.clip_norm` is a value and not an Option
+    if TYPE_CHECKING:  # for mypy, `accumulator.max_skipped` is a value and not an Option
 
         def __get__(self, instance: Any, owner: type | None = None) -> Any: ...
 
@@ -59,7 +59,7 @@ class Fixed(Option):
 
 
 class OptionOf:
-    """An option that a part of the object holds and checks: `accumulator.clip_norm` is that of its update.
+    """An option that a part of the object holds and checks: `accumulator.max_skipped` is that of its update.
 
     Args:
         part: The attribute with the part.
@@ -84,7 +84,7 @@ class OptionOf:
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    """Returns the value; raises OptionError unless it is one of these."""
+    """Returns the value; raises OptionError unless it is one of the choices."""
     if value not in choices:
         *others, last = [f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in choices]
         raise OptionError(f"{name}={value!r} is unknown: pass {', '.join(others)} or {last}")
@@ -99,7 +99,7 @@ def check_callable(name: str, value: Any) -> Any:
 
 
 def check_clip(name: str, value: Any) -> Any:
-    """For clip_norm and clip_value: None or a number above 0."""
+    """For limits of the gradient: None or a number above 0."""
     if value is not None and (isinstance(value, bool) or not (isinstance(value, Real) and float(value) > 0)):
         raise OptionError(f"{name} is {value!r}: pass a number above 0, or None")
     return value

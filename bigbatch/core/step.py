@@ -2,28 +2,34 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
 
 from .weight import Reduction, Terms, as_terms
 
+_T = TypeVar("_T")
 
-class _Fetched:
-    """An attribute whose value may be a function. It is called at the first read, and its result is kept."""
+
+class _Fetched(Generic[_T]):
+    """A field whose value may be a function. It is called at the first read, and its result is kept."""
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._slot = f"_{name}"
+        self._name = name
 
-    def __set__(self, step: "Step", value: Any) -> None:
-        setattr(step, self._slot, value)
+    def __set__(self, step: "Step", value: _T | Callable[[], _T]) -> None:
+        vars(step)[self._name] = value
 
-    def __get__(self, step: "Step", owner: type) -> Any:
-        value = getattr(step, self._slot)
+    def __get__(self, step: "Step | None", owner: type) -> _T:
+        if step is None:
+            raise AttributeError(self._name)  # tells dataclass that there is no default
+        value = vars(step)[self._name]
         if callable(value):
-            value = value()
-            setattr(step, self._slot, value)
-        return value
+            value = vars(step)[self._name] = value()
+        found: _T = value
+        return found
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Step:
     """What one optimizer step did.
 
@@ -45,45 +51,17 @@ class Step:
         is_applied: Whether the parameters were updated. False if the total weight was 0, or if the gradient was not
             finite.
         reduction: "mean" or "sum": how the losses of the samples become that of the batch.
-        noise_scale: The gradient noise scale, if somebody measured it; the accumulators leave it None.
+        noise_scale: The gradient noise scale, if you measure it; the accumulators leave it None.
     """
 
-    __slots__ = (
-        "_grad_norm",
-        "_is_applied",
-        "_num_micro_batches",
-        "_terms",
-        "_weight",
-        "micro_batch_size",
-        "noise_scale",
-        "reduction",
-    )
-    terms = _Fetched()
-    weight = _Fetched()
-    grad_norm = _Fetched()
-    num_micro_batches = _Fetched()
-    is_applied = _Fetched()
-
-    def __init__(
-        self,
-        *,
-        terms: Terms | Callable[[], Terms],
-        weight: Any,
-        grad_norm: float | Callable[[], float] | None,
-        num_micro_batches: int | Callable[[], int],
-        micro_batch_size: int | None,
-        is_applied: bool | Callable[[], bool],
-        reduction: Reduction = "mean",
-        noise_scale: float | None = None,
-    ) -> None:
-        self.terms = terms
-        self.weight = weight
-        self.grad_norm = grad_norm
-        self.num_micro_batches = num_micro_batches
-        self.micro_batch_size = micro_batch_size
-        self.is_applied = is_applied
-        self.reduction: Reduction = reduction
-        self.noise_scale = noise_scale
+    terms: _Fetched[Terms] = _Fetched()
+    weight: _Fetched[Any] = _Fetched()
+    grad_norm: _Fetched[float | None] = _Fetched()
+    num_micro_batches: _Fetched[int] = _Fetched()
+    micro_batch_size: int | None
+    is_applied: _Fetched[bool] = _Fetched()
+    reduction: Reduction = "mean"
+    noise_scale: float | None = None
 
     @property
     def loss(self) -> float:
@@ -93,17 +71,9 @@ class Step:
 
     def as_dict(self) -> dict[str, Any]:
         """All values as plain Python numbers, lists and strings."""
-        return {
-            "loss": self.loss,
-            "terms": list(self.terms),
-            "weight": [*map(_plain, self.weight)] if isinstance(self.weight, tuple) else _plain(self.weight),
-            "grad_norm": self.grad_norm,
-            "num_micro_batches": self.num_micro_batches,
-            "micro_batch_size": self.micro_batch_size,
-            "is_applied": self.is_applied,
-            "reduction": self.reduction,
-            "noise_scale": self.noise_scale,
-        }
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        weight = [*map(_plain, self.weight)] if isinstance(self.weight, tuple) else _plain(self.weight)
+        return {"loss": self.loss, **values, "terms": list(self.terms), "weight": weight}
 
     def __repr__(self) -> str:
         applied = "" if self.is_applied else ", not applied"
@@ -116,5 +86,5 @@ class Step:
 
 
 def _plain(number: Any) -> Any:
-    """A numpy number as Python's own."""
+    """A numpy number as a Python number."""
     return number.item() if hasattr(number, "item") else number

@@ -1,4 +1,4 @@
-"""How values are written: as JSON."""
+"""Values that are not finite, in JSON."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The opposite of `to_json`."""
+    """The inverse of `to_json`."""
     if isinstance(value, dict):
         return {key: from_json(item) for key, item in value.items()}
     if isinstance(value, list):

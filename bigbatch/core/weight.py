@@ -4,30 +4,31 @@ For a window of micro-batches k with mean loss l_k and weight w_k, the loss of t
 
     loss = sum_k w_k * l_k / W        with  W = sum_k w_k
 
-and the gradient is the gradient of exactly that. Every framework calls the functions of this file; `share` has the
-only division by a total weight. It works on plain numbers, tensors and traced arrays: the one operation that differs
-between them, `where`, is an argument.
+and its gradient is the gradient of exactly that. All frameworks call the functions in this file, and only `share`
+divides by a total weight. The functions work on plain numbers, tensors and traced arrays: `where`, the only operation
+that differs between them, is an argument.
 
-**Count before dividing.** If the whole window is available, W is known before the first backward pass. Each loss is
-multiplied by w_k / W, and the gradients add up:
+**Count before dividing.** If the whole window is available, W is known before the first backward pass. Multiply each
+loss by w_k / W, and the gradients add up:
 
     total = totals(weights)
     for micro_batch, weight in zip(window, weights):
         (loss(micro_batch) * share(weight, total)).backward()
 
-**Divide once at the end.** If micro-batches arrive one at a time, nobody knows W yet. Each loss is multiplied by
+**Divide once at the end.** If micro-batches arrive one at a time, W is not known yet. Multiply each loss by
 w_k / reference, and the finished sum by reference / W:
 
     sum_k (w_k / reference) * g_k  *  (reference / W)  =  sum_k w_k * g_k / W
 
-These are the same window with another reference: the total, or the first weight, which keeps the sums as large as a
-mean's, so that float16 does not overflow. `Weights` does both.
+Both are the same window with a different reference: the total, or a guess at it, the first weight times the number of
+micro-batches expected. The guess keeps the sums as large as those of a mean, so that float16 does not overflow.
+`Weights` does both.
 
-The number of micro-batches appears nowhere: dividing by it is wrong as soon as weights differ.
+The number of micro-batches appears nowhere: dividing by it is wrong as soon as the weights differ.
 
-A loss may have several terms, each a mean over a count of its own (tokens, samples). Then losses and weights are
-tuples of the same length, and each term is divided by its own total. A plain loss is a tuple of one. With reduction
-"sum" nothing is divided.
+A loss may have several terms, each a mean over its own count (tokens, samples). Then losses and weights are tuples of
+the same length, and each term is divided by its own total. A plain loss is a tuple of one. With reduction "sum"
+nothing is divided.
 """
 
 import numbers
@@ -42,9 +43,9 @@ from .options import check_choice
 Reduction = Literal["mean", "sum"]
 Terms = tuple[Any, ...]
 Where = Callable[[Any, Any, Any], Any]
-INTEGRAL = (int, numbers.Integral)  # Python's own first: an abstract class takes ten times as long to ask
-REAL = (int, float, numbers.Real)
-MAX_WEIGHT = sys.float_info.max
+_INTEGRAL = (int, numbers.Integral)  # int first: checking an abstract class takes ten times as long
+_REAL = (int, float, numbers.Real)
+_MAX_WEIGHT = sys.float_info.max
 
 
 def as_terms(value: Any) -> Terms:
@@ -53,7 +54,7 @@ def as_terms(value: Any) -> Terms:
 
 
 def from_terms(terms: Terms) -> Any:
-    """The opposite of `as_terms`: a tuple of one becomes its only term."""
+    """The inverse of `as_terms`: a tuple of one becomes its only term."""
     return terms[0] if len(terms) == 1 else terms
 
 
@@ -63,26 +64,28 @@ def choose(condition: bool, value: Any, other: Any) -> Any:
 
 
 def share(weight: Any, total: Any, where: Where = choose) -> Any:
-    """w / W, the one division of bigbatch; 0 where W is 0, since a mean over nothing counts nothing.
+    """w / W, the one division by a total weight; 0 where W is 0, since a mean over nothing counts for nothing.
 
     Args:
-        weight: A weight, or a sum that is to become a mean: a number, a tensor or a traced array.
-        total: What it is a share of.
-        where: The framework's `where(condition, value, other)`; the arguments are plain numbers if it is left out.
+        weight: A weight, or a sum to turn into a mean: a number, a tensor or a traced array.
+        total: The total weight.
+        where: The framework's `where(condition, value, other)`; leave it out for plain numbers.
     """
     is_empty = total == 0
+    if isinstance(is_empty, bool):  # plain numbers, whatever the framework chooses with
+        where = choose
     return where(is_empty, 0.0, weight / where(is_empty, 1.0, total))
 
 
 def shares(weight: Terms, total: Terms, reduction: Reduction = "mean", where: Where = choose) -> Terms:
-    """What each term of one micro-batch's loss is multiplied by: w_k / W, or 1 with reduction "sum"."""
+    """The factor for each term of a micro-batch's loss: w_k / W, or 1 with reduction "sum"."""
     if reduction == "sum":
         return tuple([1.0 for _ in weight])
     return tuple([share(w, t, where) for w, t in zip(weight, total, strict=True)])
 
 
 def counted(value: Any, share: Any, where: Where = choose) -> Any:
-    """A loss or a gradient times its share; 0 where the share is 0, even if the value is not a number (0/0)."""
+    """A loss or a gradient times its share; 0 where the share is 0, even if the value is NaN (a mean over nothing)."""
     return where(share == 0, 0.0, value * share)
 
 
@@ -92,12 +95,12 @@ def totals(weights: Sequence[Terms]) -> Terms:
 
 
 def has_weight(total: Terms, num_micro_batches: int, reduction: Reduction = "mean") -> bool:
-    """Whether a window counts at all; one that does not changes nothing."""
+    """Whether a window has any weight. One without changes nothing."""
     return any(total) or (reduction == "sum" and num_micro_batches > 0)
 
 
 def weighted(losses: Sequence[Terms], by: Sequence[Terms]) -> tuple[float, ...]:
-    """The loss of the whole batch, term by term: the sum of every micro-batch's loss times its share."""
+    """The loss of the whole batch, term by term: the sum of all micro-batch losses, each times its share."""
     return tuple(
         sum(float(value) * part for value, part in zip(term, of_term, strict=True) if part)
         for term, of_term in zip(zip(*losses, strict=True), zip(*by, strict=True), strict=True)
@@ -105,9 +108,9 @@ def weighted(losses: Sequence[Terms], by: Sequence[Terms]) -> tuple[float, ...]:
 
 
 class Weights:
-    """The weights of one window, and the reference that its losses are measured by.
+    """The weights of one window, and the reference that divides them while gradients add up.
 
-        weights = Weights(reduction, reference)       # the total, if it is known; else the first weight is taken
+        weights = Weights(reduction, reference)       # the total if it is known; else it is guessed
         for micro_batch in window:
             (loss(micro_batch) * weights.share(weight)).backward()
             weights.add(weight)
@@ -115,18 +118,28 @@ class Weights:
 
     Args:
         reduction: "mean" or "sum".
-        reference: What weights are divided by while gradients add up, term by term. Empty: the first weight.
+        reference: Divides the weights, term by term, while gradients add up. If it is empty: the first weight, times
+            `num_expected`.
         where: The framework's `where`, if weights may be tensors.
+        num_expected: How many micro-batches the window will have, as far as is known. If they all weigh the same, the
+            reference is then the total, and nothing is left to multiply by.
     """
 
-    def __init__(self, reduction: Reduction = "mean", reference: Terms = (), where: Where = choose) -> None:
+    def __init__(
+        self,
+        reduction: Reduction = "mean",
+        reference: Terms = (),
+        where: Where = choose,
+        num_expected: int = 1,
+    ) -> None:
         self.reduction = reduction
         self.reference = reference
         self.weights: list[Terms] = []
         self._where = where
+        self._num_expected = num_expected
 
     def check(self, weight: Terms) -> None:
-        """Raises WeightError if this micro-batch has another number of terms than those before it."""
+        """Raises WeightError if this micro-batch does not have as many terms as those before it."""
         if self.weights and len(weight) != len(self.reference):
             raise WeightError(
                 f"this micro-batch has {len(weight)} weights, those before it in the window have "
@@ -134,41 +147,40 @@ class Weights:
             )
 
     def share(self, weight: Terms) -> Terms:
-        """What the losses of the next micro-batch are multiplied by: w_k / reference."""
-        return shares(weight, self.reference or _first(weight), self.reduction, self._where)
+        """The factors for the losses of the next micro-batch: w_k / reference."""
+        return shares(weight, self.reference or self.guess(weight), self.reduction, self._where)
 
     def add(self, weight: Terms) -> None:
-        """Counts a micro-batch."""
+        """Adds the weight of a micro-batch."""
         self.check(weight)
-        self.reference = self.reference or _first(weight)
+        self.reference = self.reference or self.guess(weight)
         self.weights.append(weight)
 
+    def guess(self, weight: Terms) -> Terms:
+        """A reference from one weight, which is not 0, without asking a device."""
+        return tuple([(w + (w == 0)) * self._num_expected for w in weight])
+
     def rest(self, total: Terms) -> Terms:
-        """What the finished sums are multiplied by: reference / W."""
+        """The factors for the finished sums: reference / W."""
         return shares(self.reference, total, self.reduction, self._where)
 
 
-def _first(weight: Terms) -> Terms:
-    """The first weight as a reference: 1 instead of 0, without asking a device."""
-    return tuple([w + (w == 0) for w in weight])
-
-
 def is_number(value: Any) -> bool:
-    """Whether this is a plain number, which no device has to be asked for."""
-    return isinstance(value, REAL)
+    """Whether this is a plain number, and not a tensor whose value may still be on a device."""
+    return isinstance(value, _REAL)
 
 
 def as_plain(value: Any) -> Any:
-    """A number as Python's own, so that sums neither overflow nor round; anything else as it is."""
-    if isinstance(value, INTEGRAL):
+    """A number as a Python int or float, so that sums neither overflow nor round; anything else unchanged."""
+    if isinstance(value, _INTEGRAL):
         return int(value)
-    return float(value) if isinstance(value, REAL) else value
+    return float(value) if isinstance(value, _REAL) else value
 
 
 def check_weight(weight: Terms, *, of: str) -> Terms:
     """Returns the weight; raises WeightError unless every term is a finite number of at least 0."""
     for w in weight:
-        if not (is_number(w) and 0 <= as_plain(w) <= MAX_WEIGHT):
+        if not (is_number(w) and 0 <= as_plain(w) <= _MAX_WEIGHT):
             raise WeightError(
                 f"the weight of {of} is {reprlib.repr(w)}: a weight says over how many samples or tokens "
                 "the loss is a mean, so it must be a finite number of at least 0"

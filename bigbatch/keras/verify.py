@@ -10,8 +10,7 @@ import numpy as np
 
 from ..core.errors import BigBatchWarning, LossError, OptionError
 from ..core.options import positive
-from ..core.verify.compare import errors_of, total_error_of
-from ..core.verify.result import Verification, judge
+from ..core.verify.result import Verification, errors_of, judge, total_error_of
 from . import checks
 from .accumulate import accumulate
 from .backends.step import FitStep

@@ -1,6 +1,5 @@
-"""The accumulator: one graph a window, on one device or under any tf.distribute strategy."""
+"""The accumulator: cut, accumulate, reduce, clip, apply, on one device or under any tf.distribute strategy."""
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -8,78 +7,99 @@ from typing import Any
 import tensorflow as tf
 
 from ..core.errors import BatchError, OptionError, OrderError
-from ..core.options import Fixed, Option, check_callable, check_size
+from ..core.exclusive import Exclusive
+from ..core.nonfinite import NonFinite, OnNonFinite
+from ..core.options import Fixed, Option, OptionOf, check_callable, check_size
 from ..core.step import Step
 from ..core.weight import Reduction, check_reduction
 from ..core.window import AccumulationSteps, Window, check_lists
-from . import batch as nest
-from . import checks
-from .checks import WEIGHT
+from . import checks, gradients
+from .backward import Backward, Loss, Weight
+from .batch import Layout, any_size, batch_size, part
 from .distributed import replicas
 from .distributed.is_mean import check_is_mean
-from .distributed.one_replica import Share, one_replica
+from .distributed.one_replica import Share, check_loss, one_replica
 from .gradients import Gradient
 from .graphs import Graphs
-from .nonfinite import OnNonFinite, Outcome
-from .partial_window import OpenWindow
-from .update import Update
-from .window import WindowGraph
+from .loop import accumulate
+from .nonfinite import SkippedSteps
+from .optimizer import Optimizer
+from .sums import OTHER_VARIABLES
+from .update import Result, Update
+from .weight import WEIGHT, as_weight
+from .window import PartialWindow
 
-Loss = Callable[[Any, Any], Any]
-Weight = Callable[[Any], Any]
 
-
-class PartOption:
-    """An option that a part of the accumulator holds; a graph of the user's that has add() in it was made with it."""
-
-    def __init__(self, part: str) -> None:
-        self._part = part
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, accumulator: Any, owner: type | None = None) -> Any:
-        return self if accumulator is None else getattr(getattr(accumulator, self._part), self._name)
-
-    def __set__(self, accumulator: Any, value: Any) -> None:
-        if accumulator._window.is_traced and value != self.__get__(accumulator):
-            raise OptionError(
-                f"{self._name} cannot be changed any more, since a tf.function of yours that calls add() or flush() "
-                "was made with it: set it before, or make a new Accumulator"
-            )
-        setattr(getattr(accumulator, self._part), self._name, value)
+def _check_not_traced(accumulator: "Accumulator", name: str) -> None:
+    if accumulator._is_traced:
+        raise OptionError(
+            f"{name} cannot be changed any more, since a tf.function of yours that calls add() or flush() "
+            "was made with it: set it before, or make a new Accumulator"
+        )
 
 
 class Accumulator(tf.Module):
-    """Stands for the body of a training loop, and gives the gradient of the whole batch.
+    """Trains on batches that do not fit into memory, with exactly the gradient of the whole batch.
 
-        with tf.GradientTape() as tape:
-            value = loss(model, batch)                # does not fit into memory
-        optimizer.apply_gradients(zip(tape.gradient(value, model.trainable_variables), model.trainable_variables))
+        for batch in dataset:
+            with tf.GradientTape() as tape:
+                value = loss(model, batch)                # does not fit into memory
+            optimizer.apply_gradients(zip(tape.gradient(value, model.trainable_variables), model.trainable_variables))
 
     becomes
 
         accumulator = Accumulator(model, optimizer, loss, micro_batch_size=8)
-        step = accumulator.step(batch)
+        for batch in dataset:
+            step = accumulator.step(batch)
 
-    The window is one `tf.function` with a `tf.while_loop` over the micro-batches. In a loop with a tape of its own:
+    The batch is cut into micro-batches. Each adds its share of the gradient, by its weight. Unscaling, the finite
+    check, clipping and the optimizer happen once, on the gradient of the whole batch. A step is one `tf.function` with
+    a `tf.while_loop` over the micro-batches.
+
+    In your own loop with a GradientTape, pass the gradients to `add`:
 
         accumulator = Accumulator(model, optimizer, accumulation_steps=4)
         accumulator.add(tape.gradient(value, model.trainable_variables), weight=len(y))
-        accumulator.flush()                           # the last, shorter window
+        accumulator.flush()                               # the last, shorter window
 
-    For a model that was made under a strategy the batch is the union of all replicas'.
+    A model that was made under a strategy is trained by all replicas together: the batch of a step is that of all of
+    them, and gradients are reduced once a window. Make the accumulator in the scope of the strategy, too.
 
-    `accumulator.clip_norm = 0.5` and the like are checked as here, and used from the next step on. What is built when
-    the accumulator is made (model, optimizer, reduction, jit_compile) cannot be changed.
+    Options such as `accumulator.clip_norm = 0.5` can be changed at any time; they are checked, and used from the next
+    step on. The model, the optimizer, `reduction` and `jit_compile` are fixed. A `tf.function` of yours keeps the
+    options it was traced with, so those that `add` uses cannot be changed after that.
+
+    Args:
+        model: A model of Keras, or a tf.Module with `trainable_variables`.
+        optimizer: An optimizer of Keras, tf_keras or tf.compat.v1.train. It may scale the loss.
+        loss: `loss(model, micro_batch)` returns the mean over the micro-batch, as a scalar tensor. It may return a
+            tuple of terms, each a mean over a count of its own. Leave it out if you compute gradients yourself, for
+            `add()`.
+        micro_batch_size: How many samples a micro-batch has, for `step(batch)`.
+        accumulation_steps: How many micro-batches a window has, for `add()`: a number, or a function of the step
+            number.
+        weight: `weight(micro_batch)` returns over how many the loss is a mean: samples if left out; tokens in a
+            language model. Weights per sample are added up. A tuple if the loss has several terms.
+        reduction: "mean", or "sum" to add losses up undivided.
+        clip_norm: Scales the gradient of the batch down to this norm, as `tf.clip_by_global_norm` does. None for no
+            limit.
+        clip_value: Clamps each value of that gradient, after `clip_norm`. None for no limit.
+        on_nonfinite: If the gradient is not finite, "skip" the step, "raise" NonFiniteError, or "stop" training.
+        max_skipped: After how many skipped steps in a row to raise NonFiniteError. None for never.
+        jit_compile: Whether XLA compiles the loop over the micro-batches.
+
+    Attributes:
+        num_traces: How many graphs were made of batches. It stays the same while only batch sizes vary, and soon does
+            if other axes vary too.
+        strategy: The strategy that the model was made under.
     """
 
     model, optimizer, reduction, jit_compile = Fixed(), Fixed(), Fixed(), Fixed()
     loss, weight = Option(check_callable), Option(check_callable)
     micro_batch_size = Option(check_size)
-    accumulation_steps = PartOption("_window")
-    clip_norm, clip_value = PartOption("_update"), PartOption("_update")
-    on_nonfinite, max_skipped = PartOption("_outcome"), PartOption("_outcome")
+    accumulation_steps = OptionOf("_window", _check_not_traced)
+    clip_norm, clip_value = OptionOf("_update", _check_not_traced), OptionOf("_update", _check_not_traced)
+    on_nonfinite, max_skipped = OptionOf("_nonfinite", _check_not_traced), OptionOf("_nonfinite", _check_not_traced)
 
     def __init__(
         self,
@@ -100,270 +120,375 @@ class Accumulator(tf.Module):
         super().__init__(name="accumulator")
         check_reduction(reduction)
         checks.check_model(model)
-        self.model = model
-        self.optimizer = optimizer
-        self.loss = loss
-        self.weight = weight
-        self.micro_batch_size = micro_batch_size
-        self.reduction = reduction
-        self.jit_compile = jit_compile
+        self.model, self.optimizer, self.loss, self.weight = model, optimizer, loss, weight
+        self.micro_batch_size, self.reduction, self.jit_compile = micro_batch_size, reduction, jit_compile
         self.num_traces = 0
-        """How many graphs were made of batches; it stays the same while only their sizes vary, or soon does."""
         self.strategy = replicas.strategy_of(model)
-        self._outcome = Outcome(on_nonfinite, max_skipped, self.strategy)
-        self._update = Update(model, optimizer, self.strategy, reduction, clip_norm, clip_value, self._outcome)
-        self._window = OpenWindow(self._update, accumulation_steps)
+        self._optimizer = Optimizer(optimizer, self.strategy)
+        self._exclusive = Exclusive(self._trained, key=id)
+        resume = "set accumulator.is_stopped = False to continue"
+        self._nonfinite = NonFinite(on_nonfinite, max_skipped, warns=False, resume=resume)
+        self._skipped_steps = SkippedSteps(self._nonfinite, self.strategy)
+        self._update = Update(
+            model,
+            self._optimizer,
+            self.strategy,
+            reduction,
+            self._skipped_steps,
+            self._exclusive,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+        )
+        self._window = PartialWindow(model, self._optimizer, self.strategy, reduction, accumulation_steps)
         self._graphs = Graphs()
-        self._is_mean: Loss | None = None
-        """The loss that was tried and is a mean."""
+        self._is_traced = False
+        """Whether a tf.function of the user's was traced with `add` or `flush` in it."""
+        self._mean_loss: Loss | None = None
+        """The loss that is known to be a mean."""
+        with self.strategy.scope():
+            self._last_step = tf.Variable(tf.zeros([5], WEIGHT), trainable=False, name="last_step")
         if model.trainable_variables:
             self._prepare()
+
+    @property
+    def num_steps(self) -> tf.Variable:
+        """How many steps were made, applied or not."""
+        return self._update.num_steps
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a step was skipped with `on_nonfinite="stop"`; set it to False to continue."""
+        return self._nonfinite.is_stopped
+
+    @is_stopped.setter
+    def is_stopped(self, value: bool) -> None:
+        self._nonfinite.is_stopped = value
 
     # --- a batch, or a window of micro-batches -----------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert
     def step(self, batch: Any) -> Step:
-        """One step of the optimizer on the whole batch: a nest of tensors that is cut, or a `Window`."""
-        if self.loss is None:
-            raise OptionError("step() needs a loss: pass Accumulator(model, optimizer, loss, …)")
-        if not tf.executing_eagerly():
-            raise OrderError("step() is a graph by itself: call it outside of tf.function, or use add() inside")
-        self._outcome.check_going()
-        if count := self._window.num_micro_batches():
-            raise OrderError(f"a window of {count} micro-batches is open: call flush() before step()")
-        with self._update.alone():
-            self._window.check_whole()
-            return self._step_window(batch) if isinstance(batch, Window) else self._step_batch(batch)
+        """Makes one step of the optimizer on the whole batch.
 
-    def _step_batch(self, batch: Any) -> Step:
+        Args:
+            batch: A nest of tensors, which is cut along its leading axis, or a `Window` of micro-batches. Under a
+                strategy it may be what a distributed dataset gives; plain tensors are spread over the replicas.
+        """
+        self._check_before_step()
+        with self._exclusive.hold("step()", range(self.strategy.num_replicas_in_sync)):
+            self._window.check_whole()
+            if isinstance(batch, Window):
+                return self._update.step(self._step_window(batch))
+            return self._update.step(self._step_batch(batch), self.micro_batch_size)
+
+    def _step_batch(self, batch: Any) -> Result:
+        """One graph: cut, weigh, forward and backward of each micro-batch, reduce, update."""
         if self.micro_batch_size is None:
             raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
-        layout, tensors = self._spread(batch)
+        layout = replicas.spread(self.strategy, batch)
         if self.micro_batch_size == 1:
-            check_lists(batch, nest.batch_size(layout))
-        self._build(layout, tensors)
-        self._check_is_mean(layout, tensors)
-        with checks.telling():
-            found = self._compiled(("batch", self.micro_batch_size), self._on_batch, layout, tensors)(*tensors)
-        return self._told(found if self._update.optimizer.runs_in_graph else self._update.applied(*found))
+            check_lists(batch, batch_size(layout))
+        self._begin(layout)
+        with checks.explained():
+            found = self._graph(("batch", self.micro_batch_size), self._whole_batch, layout)(*layout.tensors)
+        return found if self._optimizer.runs_in_graph else self._update(found)
 
-    def _step_window(self, window: Window[Any]) -> Step:
+    def _step_window(self, window: Window[Any]) -> Result:
+        """A graph for each part: weigh every micro-batch; forward and backward of each; reduce and update."""
         if not window:
             raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
-        spread = [self._spread(micro_batch) for micro_batch in window]
-        self._build(*spread[0])
-        self._check_is_mean(*spread[0])
-        with checks.telling():
-            weights = [self._compiled("weigh", self._on_weigh, *each)(*each[1]) for each in spread]
-        replicas.check_terms(self.strategy, weights)
+        layouts = [replicas.spread(self.strategy, micro_batch) for micro_batch in window]
+        self._begin(layouts[0])
+        with checks.explained():
+            weights = [self._graph("weigh", self._weigh, layout)(*layout.tensors) for layout in layouts]
         total = replicas.total(self.strategy, weights)
         spec = tf.TensorSpec(total.shape, WEIGHT)
         sums = self._window.sums_for(total.shape[0])
         try:
-            with checks.telling():
-                for each in spread:
-                    self._compiled("add", self._on_add, *each, spec, graphs=sums.graphs)(total, *each[1])
-            close: Any = self._window.close
-            if self._update.optimizer.runs_in_graph:
-                name = ("close", tuple(sums.present()))
-                close = self._compiled(
-                    name, lambda _: self._window.close, nest.Layout(()), [], spec, graphs=sums.graphs
-                )
-            return self._told(close(total))
+            with checks.explained():
+                for layout in layouts:
+                    self._graph("add", self._micro_batch, layout, spec, graphs=sums.graphs)(total, *layout.tensors)
+            if not self._optimizer.runs_in_graph:
+                return self._finish_window(total)
+            key, nothing = ("finish", tuple(sums.present())), Layout(())
+            result: Result = self._graph(key, lambda _: self._finish_window, nothing, spec, graphs=sums.graphs)(total)
+            return result
         except BaseException:
             self._window.clear()
             raise
 
-    def _check_is_mean(self, layout: nest.Layout, tensors: Sequence[Any]) -> None:
-        """Once for every loss, on replicas only: that is where losses are divided by the size of the whole batch."""
-        if self.strategy.num_replicas_in_sync == 1 or self.reduction == "sum" or self._is_mean is self.loss:
-            return
+    def _finish_window(self, total: tf.Tensor | None = None) -> Result:
+        """The update with what the window adds up to; across replicas. The caller of `add` knows its losses."""
+        try:
+            return self._update(self._window.summed(total), is_loss_checked=total is not None)
+        finally:
+            self._window.clear()
 
-        def loss(own: Sequence[Any]) -> Any:
-            return self.loss(self.model, layout.pack(own))
+    def _check_before_step(self) -> None:
+        if self.loss is None:
+            raise OptionError("step() needs a loss: pass Accumulator(model, optimizer, loss, …)")
+        if not tf.executing_eagerly():
+            raise OrderError("step() is a graph by itself: call it outside of tf.function, or use add() inside")
+        self._nonfinite.check_not_stopped()
+        if count := self._window.num_micro_batches():
+            raise OrderError(f"a window of {count} micro-batches is open: call flush() before step()")
 
-        def weight(own: Sequence[Any]) -> Any:
-            batch = layout.pack(own)
-            return nest.batch_size(nest.Layout(batch)) if self.weight is None else self.weight(batch)
+    # --- graphs of step() --------------------------------------------------------------------------------
 
-        check_is_mean(self.model, loss, weight, self.strategy, tensors)
-        self._is_mean = self.loss
-
-    def _told(self, found: Any) -> Step:
-        self._update.check(found)
-        return self._update.told(found, self.micro_batch_size)
-
-    def _spread(self, batch: Any) -> tuple[nest.Layout, list[Any]]:
-        """The batch's layout, and its tensors: one part for each replica where there are several."""
-        num_replicas = self.strategy.num_replicas_in_sync
-        is_spread = num_replicas > 1 and replicas.is_spread(batch)
-        layouts = [nest.Layout(part) for part in (replicas.parts(self.strategy, batch) if is_spread else [batch])]
-        layout = layouts[0]
-        layout.others = layouts[1:]
-        batch_size = sum(map(nest.batch_size, layouts))
-        if batch_size == 0 and not is_spread and replicas.are_all_here(self.strategy):
-            raise BatchError(f"{layout.names()[0]} has 0 samples: leave empty batches out of the stream")
-        if is_spread:
-            leaves = tf.nest.flatten(batch)
-            return layout, [leaves[k] for k in layout.places]
-        if num_replicas > 1:
-            return layout, [replicas.spread(self.strategy, tensor, batch_size) for tensor in layout.tensors]
-        return layout, layout.tensors
-
-    def _compiled(
+    def _graph(
         self,
         name: Any,
-        make: Callable[..., Any],
-        layout: nest.Layout,
-        tensors: Sequence[Any],
+        make: Callable[[Backward], Callable[..., Any]],
+        layout: Layout,
         *more: tf.TypeSpec,
         graphs: Graphs | None = None,
     ) -> Any:
-        """A graph for this kind of batch, of any size; made once, unless something in the batch may change.
+        """The graph for this kind of batch, of any size; made once, unless something in the batch may change.
 
-        `graphs` are those that use certain sums.
+        Args:
+            name: Which graph.
+            make: Returns the function that it is made of.
+            layout: The batch, whose tensors are the arguments.
+            more: Arguments before them.
+            graphs: Where it is kept, if it uses sums that may be replaced.
         """
-        in_python = tf.config.functions_run_eagerly()  # to be looked into
+        in_python = tf.config.functions_run_eagerly()  # for debugging
         functions = (self.loss, self.weight)  # kept with the graph, so that nothing else gets their ids
-        options = self.clip_norm, self.clip_value, self.on_nonfinite
         ids = tuple(map(id, (*functions, *self.model.trainable_variables)))
-        key = (name, layout.kind, more, options, ids, in_python)
+        key = (name, layout.kind, more, self.clip_norm, self.clip_value, self.on_nonfinite, ids, in_python)
 
         def compiled(specs: Sequence[tf.TypeSpec]) -> Any:
             checks.check_trainable(self.model, is_called=True)
-            self._update.optimizer.check_knows(self.model.trainable_variables)
-            function = tf.function(make(layout), input_signature=[*more, *specs], autograph=False)
+            self._optimizer.check_knows(self.model)
+            backward = Backward(
+                layout,
+                self.model,
+                self.loss,
+                self.weight,
+                self.reduction,
+                self._optimizer,
+                jit_compile=self.jit_compile,
+            )
+            function = tf.function(make(backward), input_signature=[*more, *specs], autograph=False)
             return function if in_python else function.get_concrete_function()  # which is cheaper to call
 
         kept = (graphs or self._graphs) if layout.is_lasting else Graphs()
-        return kept.graph(key, layout.shapes, lambda: map(replicas.any_size, tensors), compiled, functions)
+        return kept.get(key, layout.shapes, lambda: map(any_size, layout.tensors), compiled, functions)
 
-    def _window_graph(self, layout: nest.Layout) -> WindowGraph:
-        return WindowGraph(
-            layout,
-            functools.partial(self.loss, self.model),
-            self.weight,
-            self.reduction,
-            self._update.variables_now,
-            self._update.optimizer,
-            self.jit_compile,
-        )
+    def _whole_batch(self, backward: Backward) -> Callable[..., Any]:
+        micro_batch_size: Any = self.micro_batch_size
 
-    def _on_batch(self, layout: nest.Layout) -> Callable[..., Any]:
-        graph = self._window_graph(layout)
-
-        def on_replica(*tensors: Any) -> Any:
-            found, losses, total, num = graph.over(tensors, self.micro_batch_size or 1)
-            return (*self._update.finished(found, total), losses, total, num)
-
-        def window(*tensors: Any) -> Any:
+        def whole_batch(*tensors: Any) -> Any:
             self.num_traces += 1
-            found = self.strategy.run(on_replica, args=tensors)
-            return self._update.applied(*found) if self._update.optimizer.runs_in_graph else found
+            summed = self.strategy.run(lambda *own: accumulate(backward, own, micro_batch_size), args=tensors)
+            return self._update(summed) if self._optimizer.runs_in_graph else summed
 
-        return window
+        return whole_batch
 
-    def _on_weigh(self, layout: nest.Layout) -> Callable[..., Any]:
-        graph = self._window_graph(layout)
+    def _weigh(self, backward: Backward) -> Callable[..., Any]:
+        return lambda *tensors: self.strategy.run(lambda *own: backward.weigh(own), args=tensors)
 
-        return lambda *tensors: self.strategy.run(lambda *own: graph.weight_of(own), args=tensors)
-
-    def _on_add(self, layout: nest.Layout) -> Callable[..., Any]:
-        graph = self._window_graph(layout)
-
+    def _micro_batch(self, backward: Backward) -> Callable[..., Any]:
         def on_replica(total: tf.Tensor, *tensors: Any) -> None:
-            weight = graph.weight_of(tensors)
-            scale = graph.scales(weight, total)
+            weight = backward.weigh(tensors)
 
-            def count(micro: Any) -> None:
-                losses, found = micro(tensors, scale)
+            def count(run: Any, share: tf.Tensor) -> None:
+                losses, found = run(tensors, share)
                 self._window.sums.add(found, weight[0], losses)
 
-            graph.counted(scale, count, lambda: None)
+            backward.if_counted(backward.shares(weight, total), count, skip=lambda: None)
 
-        def add(total: tf.Tensor, *tensors: Any) -> None:
+        def micro_batch(total: tf.Tensor, *tensors: Any) -> None:
             self.num_traces += 1
             self.strategy.run(on_replica, args=(total, *tensors))
-            self._window.sums.counted()
+            self._window.sums.end()
 
-        return add
+        return micro_batch
 
-    # --- gradients that the user took --------------------------------------------------------------------
+    # --- one micro-batch at a time -----------------------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert
     def add(self, gradients: Sequence[Gradient], weight: Any = None, loss: Any = None) -> None:
-        """Adds the gradient of one micro-batch's mean loss over `weight`; makes the step at the window's end.
+        """Adds the gradient of one micro-batch of your own loop; the last one of a window makes the step.
 
-        In eager code, in a `tf.function`, or in what `strategy.run` runs. `last_step` tells of the step; with `loss`
-        it has the loss of the whole batch too.
+            for x, y in dataset:
+                with tf.GradientTape() as tape:
+                    value = cross_entropy(y, model(x, training=True))
+                accumulator.add(tape.gradient(value, model.trainable_variables), weight=len(y), loss=value)
+            accumulator.flush()                               # the last, shorter window
+
+        stands for
+
+            for number, (x, y) in enumerate(dataset, 1):
+                ...
+                sums = [s + g * len(y) / total for s, g in zip(sums, gradients)]    # if the total were known
+                if number % accumulation_steps == 0:
+                    optimizer.apply_gradients(zip(sums, model.trainable_variables))
+
+        It works in eager code, in your own `tf.function`, and in what `strategy.run` runs. `last_step` is the step.
+
+        Args:
+            gradients: The gradient of the micro-batch's mean loss: `tape.gradient(loss, model.trainable_variables)`.
+            weight: Over how many samples or tokens the loss is a mean. Weights per sample are added up.
+            loss: That loss. Without it the loss of the step is NaN.
         """
-        with self._alone_if_eager():
-            self._window.add(gradients, weight, loss)
+        if self.accumulation_steps is None:
+            raise OptionError("add() does not know how long a window is: pass accumulation_steps=…")
+        if weight is None and self.reduction == "mean":
+            raise OptionError("add() needs weight=…: over how many samples or tokens the loss is a mean")
+        with self._hold("add()"):
+            self._add(gradients, 1 if weight is None else weight, float("nan") if loss is None else loss)
+
+    def _add(self, found: Sequence[Gradient], weight: Any, loss: Any) -> None:
+        """On a replica."""
+        context = self._check_before_add(found)
+        num_wanted = self._window.num_wanted(self.num_steps)
+        weight = self._skipped_steps.checked(as_weight(weight))
+        share = tf.ones([], WEIGHT) if self.reduction == "sum" else weight  # the reference is 1: see window.py
+        losses = tf.math.multiply_no_nan(checks.as_loss(loss), share)[None]
+        rows = checks.checked_rows(found, replicas.trainable(self.model))
+        # if one replica is refused, none adds anything
+        is_ready = context.merge_call(self._begin_micro_batch, args=(weight, num_wanted, losses, *rows))
+        with tf.control_dependencies([is_ready]):
+            found = gradients.weighted([gradients.widened(g) for g in found], share)
+            self._window.sums.add(found, weight, losses)
+            context.merge_call(lambda _: self._end_micro_batch(num_wanted))
+
+    def _check_before_add(self, found: Any) -> Any:
+        """Refuses what cannot be added; returns the replica context."""
+        checks.check_trainable(self.model, is_called=False)
+        checks.check_gradients(found, self.model.trainable_variables)
+        self._check_graph("add()")
+        self._nonfinite.check_not_stopped()
+        context = tf.distribute.get_replica_context()
+        num = self.strategy.num_replicas_in_sync
+        if context is None or context.num_replicas_in_sync != num:
+            raise OrderError(f"the model is on {num} replicas: call add() in what strategy.run runs")
+        if self.reduction == "mean":
+            check_loss()
+        return context
+
+    def _begin_micro_batch(self, _: Any, *checked: Any) -> tf.Tensor:
+        """Across replicas, before any of them adds: waits for the checks of all, in a graph too."""
+        self._window.sums_for(1)
+        self._update.prepare()
+        if tf.executing_eagerly():
+            self._window.check_whole()
+            self._window.check_unchanged(self._num_changes())
+            self._window.sums.begin()
+        local = self.strategy.experimental_local_results
+        with tf.control_dependencies([result for each in checked for result in local(each)]):
+            return tf.zeros([])
+
+    def _end_micro_batch(self, num_wanted: tf.Tensor) -> None:
+        """Across replicas, after all of them added: makes the step if the window is full."""
+        self._window.end_micro_batch()
+        tf.cond(self._window.sums.count >= num_wanted, self._close, lambda: None)
 
     @tf.autograph.experimental.do_not_convert
     def flush(self) -> Step | None:
-        """Makes the step of the window that is open, however short; in eager code None if none is."""
-        with self._alone_if_eager():
-            return self._window.flush()
+        """Makes the step of the window that is open, however short; None if none is.
+
+        In your own `tf.function` it always returns None: read `last_step`.
+        """
+        with self._hold("flush()"):
+            self._check_graph("flush()")
+            if not tf.executing_eagerly():
+                sums = self._window.sums
+                if sums.present():
+                    tf.cond(sums.count > 0, self._close, lambda: None)
+                else:
+                    tf.debugging.Assert(sums.count == 0, [OTHER_VARIABLES])
+                return None
+            self._window.check_whole()
+            if not self._window.num_micro_batches():
+                return None
+            self._window.check_unchanged(self._num_changes())
+            self._close()
+            return self.last_step
+
+    def _close(self) -> None:
+        """Makes the step of the window that `add` fed; across replicas."""
+        result = self._finish_window()
+        losses, total, *others = result[:5]
+        values = [tf.reduce_sum(losses), tf.reduce_sum(total), *others]
+        self._last_step.assign(tf.stack([tf.cast(value, WEIGHT) for value in values]))
+        if tf.executing_eagerly():
+            self._update.step(result)
+
+    @property
+    def last_step(self) -> Step | None:
+        """The step that `add` or `flush` made last; None before the first."""
+        values = self._last_step.numpy()
+        loss, weight, norm, is_applied, num = values
+        return self._update.step(Result([loss], [weight], norm, is_applied, num)) if num else None
 
     def one_replica(self) -> AbstractContextManager[None]:
-        """Around a loss whose gradient goes to `add`: a loss that divides by the number of replicas divides by one.
+        """Makes a loss whose gradient goes to `add` divide by one replica instead of all of them.
 
             def on_replica(x, y):
                 with tf.GradientTape() as tape, accumulator.one_replica():
                     value = tf.nn.compute_average_loss(cross_entropy(y, model(x, training=True)))
                 accumulator.add(tape.gradient(value, model.trainable_variables), weight=len(y), loss=value)
 
-        Keras's losses, tf.nn.compute_average_loss, tf.nn.scale_regularization_loss and whatever else reads
-        `strategy.num_replicas_in_sync` give the mean over this replica's micro-batch then, which is what `add` wants.
-        `step` computes its loss so by itself.
+        Keras's losses, tf.nn.compute_average_loss, tf.nn.scale_regularization_loss and everything else that reads
+        `strategy.num_replicas_in_sync` then give the mean over this replica's micro-batch, which `add` expects. `step`
+        computes its loss in this way.
         """
         return one_replica(Share(1 if self.reduction == "sum" else None))
 
-    def _alone_if_eager(self) -> AbstractContextManager[None]:
-        """On the replica that calls, if one does; when a graph is run, nobody sees who runs it."""
+    def _hold(self, call: str) -> AbstractContextManager[None]:
+        """Keeps other calls away: on this replica, if a replica calls. When a graph runs, nobody sees who runs it."""
         if not tf.executing_eagerly():
             return nullcontext()
         context = tf.distribute.get_replica_context()
-        is_on_replica = context is not None and context.num_replicas_in_sync > 1
-        return self._update.alone(int(context.replica_id_in_sync_group) if is_on_replica else None)
+        if context is not None and context.num_replicas_in_sync > 1:
+            return self._exclusive.hold(call, [int(context.replica_id_in_sync_group)])
+        return self._exclusive.hold(call, range(self.strategy.num_replicas_in_sync))
 
-    @property
-    def last_step(self) -> Step | None:
-        """The step that `add` or `flush` made last; None before the first."""
-        return self._window.last_step
+    def _trained(self) -> list[Any]:
+        """What only one call at a time may train."""
+        return [self.model, self.optimizer, *replicas.trainable(self.model)]
 
-    @property
-    def num_steps(self) -> tf.Variable:
-        """How many windows are done, applied or not."""
-        return self._update.num_steps
+    def _num_changes(self) -> int:
+        """How often the variables were changed. Frozen ones have no lock, so a sum is compared and not a list."""
+        return sum(self._exclusive.num_changes()[1:])
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a gradient that is not finite ended the run (on_nonfinite="stop"); set it to False to go on."""
-        return self._outcome.is_stopped
-
-    @is_stopped.setter
-    def is_stopped(self, value: bool) -> None:
-        self._outcome.is_stopped = value
+    def _check_graph(self, call: str) -> None:
+        """Refuses what cannot be done in a graph of the user's, where nothing can be raised."""
+        if tf.executing_eagerly():
+            return
+        if not self._optimizer.runs_in_graph:
+            name = type(self.optimizer).__name__
+            raise OptionError(f"{name} steps in eager code only: call {call} outside of tf.function")
+        if self.on_nonfinite != "skip":
+            raise OptionError(
+                f'on_nonfinite="{self.on_nonfinite}" works in eager code only: pass "skip" for your own tf.function, '
+                "and look at last_step"
+            )
+        self._is_traced = True
 
     # --- before the first step ---------------------------------------------------------------------------
 
-    def _build(self, layout: nest.Layout, tensors: Sequence[Any]) -> None:
-        """Makes the variables of a model that makes them when it is first called."""
-        if self._update.is_ready:
-            return
+    def _begin(self, layout: Layout) -> None:
+        """Makes the variables of a model that makes them when it is first called, and tries a loss on replicas."""
+        if not self._update.is_ready and not self.model.trainable_variables:
 
-        def on_replica(*own: Any) -> None:
-            with one_replica(Share(1)):
-                self.loss(self.model, layout.pack([nest.part(tensor, 0, 1) for tensor in own]))
+            def on_replica(*own: Any) -> None:
+                with one_replica(Share(1)):
+                    self.loss(self.model, layout.pack([part(tensor, 0, 1) for tensor in own]))
 
-        if not self.model.trainable_variables:
-            self.strategy.run(on_replica, args=tensors)
+            self.strategy.run(on_replica, args=layout.tensors)
             checks.check_trainable(self.model, is_called=True)
         self._prepare()
+        # on replicas, losses are divided by the size of the whole batch
+        if self.strategy.num_replicas_in_sync > 1 and self.reduction == "mean" and self._mean_loss is not self.loss:
+            check_is_mean(self.model, self.loss, self.weight, self.strategy, layout)
+            self._mean_loss = self.loss
 
     def _prepare(self) -> None:
+        if self._update.is_ready:
+            return
         self._update.prepare()
-        if self.micro_batch_size is None:  # a checkpoint of the middle of a window wants to find them
+        if self.micro_batch_size is None:  # a checkpoint in the middle of a window needs its variables
             self._window.sums_for(1)

@@ -1,4 +1,4 @@
-"""Checkpoints of a loop: everything that it needs to go on as if it had never been stopped."""
+"""Checkpoints of a training loop, from which it resumes as if it had never been stopped."""
 
 import os
 import tempfile
@@ -14,21 +14,28 @@ from ..core.history import History
 from ..core.window import stream_of
 from .accumulator import Accumulator
 
-PREFIX = "tensorflow"
+_PREFIX = "tensorflow"
 
 
 class Checkpoints(Resumable):
-    """Saves what an accumulator trains, and takes it up again.
+    """Saves everything that a training loop needs to resume, and restores it.
 
         checkpoints = Checkpoints("checkpoints", accumulator, every="10min", history=history)
         for batch in checkpoints.batches(dataset, epochs=10):
             history.append(accumulator.step(batch))
 
-    A process that was killed is started again with the same lines, and ends with the same variables, bit for bit on a
-    CPU. A checkpoint is one of tf.train.Checkpoint, which runs no code, with a manifest: model, optimizer, loss scale,
-    the sums of a window that is open; beside it the seeds of the model's random layers, the random numbers of Python
-    and NumPy, the place in the data and the history. `more` may add what tf.train.Checkpoint can save, by name, such
-    as a tf.random.Generator.
+    If the process is killed, start it again with the same lines: it ends with the same variables, bit for bit on a CPU.
+    A checkpoint has the model, the optimizer, the loss scale and the sums of a window that is open, as
+    tf.train.Checkpoint writes them. It also has the seeds of the model's random layers, the random numbers of Python
+    and NumPy, the place in the data and the history. Reading a checkpoint runs no code.
+
+    Args:
+        folder: Where the checkpoints are.
+        accumulator: Its model, optimizer and window are saved.
+        every: How often to save: a number of batches, a time such as "10min", or None for never.
+        keep: How many checkpoints to keep.
+        history: Is saved, too, and filled when a checkpoint is restored.
+        **more: Other objects that tf.train.Checkpoint can save, by name, such as a tf.random.Generator.
     """
 
     def __init__(
@@ -49,9 +56,9 @@ class Checkpoints(Resumable):
         super().__init__(folder, every=every, keep=keep, history=history)
 
     def restore(self) -> bool:
-        """Takes up the newest checkpoint that is whole; False if there is none. `batches` does this by itself.
+        """Restores the newest undamaged checkpoint; returns False if there is none. `batches` calls this.
 
-        What is damaged is named in a warning and never used. If a checkpoint does not fit, nothing is changed.
+        A damaged checkpoint is named in a warning and not used. If a checkpoint does not fit, nothing is changed.
         """
         return self._restore()
 
@@ -63,52 +70,52 @@ class Checkpoints(Resumable):
     def _state(self) -> tuple[Any, Mapping[str, bytes]]:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                self._checkpoint.write(f"{folder}/{PREFIX}")
+                self._checkpoint.write(f"{folder}/{_PREFIX}")
             except tf.errors.OpError as error:  # the disk of temporary files is full, or the like
                 text = f"TensorFlow could not write to {tempfile.gettempdir()}: {str(error.message).splitlines()[0]}"
                 raise OSError(text) from error
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-        return {"seeds": [v.numpy() for v in seeds_of(self._model)]}, files
+        return {"seeds": [v.numpy() for v in _seeds_of(self._model)]}, files
 
     def _load(self, state: Any, files: Mapping[str, bytes]) -> None:
-        seeds = seeds_of(self._model)
+        seeds = _seeds_of(self._model)
         if len(state["seeds"]) != len(seeds):
             raise StateError(
                 f"the checkpoint has the seeds of {len(state['seeds'])} random layers but the model {len(seeds)}: "
-                "go on with the model that it was saved with"
+                "resume with the model that it was saved with"
             )
         with tempfile.TemporaryDirectory() as folder:
             for name, content in files.items():
-                if name.startswith(f"{PREFIX}."):
+                if name.startswith(f"{_PREFIX}."):
                     (Path(folder) / name).write_bytes(content)
-            path = f"{folder}/{PREFIX}"
+            path = f"{folder}/{_PREFIX}"
             self._check(path, f"{folder}/now")
             self._checkpoint.read(path).expect_partial()
         for seed, value in zip(seeds, state["seeds"], strict=True):
             seed.assign(value)
 
     def _check(self, path: str, now: str) -> None:
-        """Refuses before the first variable is changed."""
+        """Raises StateError if the checkpoint does not fit, before a variable is changed."""
         if not getattr(self._model, "weights", self._model.variables):
-            raise OrderError("the model has no variables before its first batch: give its layers an Input to go on")
+            raise OrderError("the model has no variables before its first batch: give its layers an Input to resume")
         self._checkpoint.write(now)
-        found, wanted = (described(tf.train.load_checkpoint(prefix)) for prefix in (path, now))
+        found, wanted = (_described(tf.train.load_checkpoint(prefix)) for prefix in (path, now))
         for name, (dtype, shape) in wanted.items():
             if name.startswith("model/") and name not in found:
-                raise StateError(f"only the model has {name}: go on with the model that it was saved with")
+                raise StateError(f"only the model has {name}: resume with the model that it was saved with")
             if name in found and found[name] != (dtype, shape):
                 raise StateError(
                     f"{name} is {found[name][0].name}{found[name][1]} in the checkpoint but {dtype.name}{shape} here: "
-                    "go on with the model and the optimizer that it was saved with"
+                    "resume with the model and the optimizer that it was saved with"
                 )
         if more := sorted(name for name in found.keys() - wanted.keys() if name.startswith("model/")):
-            raise StateError(f"only the checkpoint has {more[0]}: go on with the model that it was saved with")
+            raise StateError(f"only the checkpoint has {more[0]}: resume with the model that it was saved with")
 
-    def _progress(self) -> "Progress":
-        return Progress(self._accumulator)
+    def _progress(self) -> "_Progress":
+        return _Progress(self._accumulator)
 
     def _begin_epoch(self, data: Any) -> None:
-        """A dataset that shuffles draws the order of each epoch when it is begun: those behind are begun again."""
+        """A dataset shuffles anew whenever it is iterated, so earlier epochs are begun again."""
         super()._begin_epoch(data)
         stream = stream_of(data)
         if isinstance(stream, tf.data.Dataset):
@@ -117,8 +124,8 @@ class Checkpoints(Resumable):
         self._num_behind = 0
 
 
-class Progress:
-    """Steps, and micro-batches of a window that is added to: copied on the device, and fetched only to be compared."""
+class _Progress:
+    """How many steps, and micro-batches of an open window, are done: fetched from the device when compared."""
 
     def __init__(self, accumulator: Accumulator) -> None:
         sums = accumulator._window._sums
@@ -127,14 +134,14 @@ class Progress:
         ]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Progress) and self._fetched() == other._fetched()
+        return isinstance(other, _Progress) and self._fetched() == other._fetched()
 
     def _fetched(self) -> list[int]:
         num_steps, *num_micro_batches = map(int, self._counts)
         return [num_steps, *(num_micro_batches or [0])]
 
 
-def described(reader: Any) -> dict[str, tuple[Any, list[int]]]:
+def _described(reader: Any) -> dict[str, tuple[Any, list[int]]]:
     dtypes = reader.get_variable_to_dtype_map()
     return {
         name: (dtypes[name], shape)
@@ -143,7 +150,7 @@ def described(reader: Any) -> dict[str, tuple[Any, list[int]]]:
     }
 
 
-def seeds_of(model: Any) -> list[Any]:
-    """The states of random layers, which Keras has among the variables but not among the weights."""
+def _seeds_of(model: Any) -> list[Any]:
+    """The states of random layers: Keras has them among the variables but not among the weights."""
     weights = {id(v) for v in getattr(model, "weights", model.variables)}
     return [v for v in model.variables if id(v) not in weights]

@@ -1,6 +1,5 @@
-"""What can be seen to be wrong before anything is changed."""
+"""Checks of models, losses and gradients before anything is changed."""
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,19 +7,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ..core.errors import BigBatchWarning, GradientError, LossError, OptionError, OrderError, WeightError
-from ..core.weight import Terms, check_terms, check_weight, is_number
+from ..core.errors import GradientError, LossError, OptionError, OrderError, WeightError
+from ..core.weight import Terms, check_terms, is_number
 from .gradients import wide_dtype
-from .internals import is_for_xla
+from .weight import BAD_WEIGHT, WEIGHT, checked
 
-WEIGHT = tf.float64  # counts are exact in it
-BAD_LOSS = "the loss is no scalar: return the mean, for example tf.reduce_mean(loss)"
-BAD_ROWS = "a sparse gradient has rows that its variable has not: pass tape.gradient(loss, model.trainable_variables)"
-BAD_STEPS = "accumulation_steps(step) is less than 1: return a whole number of at least 1"
-BAD_WEIGHT = (
-    "the weight of a micro-batch is negative or not finite: a weight says over how many samples or tokens "
-    "the loss is a mean, so it must be a finite number of at least 0"
-)
+_BAD_LOSS = "the loss is no scalar: return the mean, for example tf.reduce_mean(loss)"
+_REMEDY = "pass tape.gradient(loss, model.trainable_variables)"
+_BAD_ROWS = f"a sparse gradient has rows that its variable has not: {_REMEDY}"
 
 
 def check_model(model: Any) -> None:
@@ -32,7 +26,7 @@ def check_model(model: Any) -> None:
 
 
 def check_trainable(model: Any, *, is_called: bool) -> None:
-    """Refuses a model that nothing can be learned by."""
+    """Raises an error if no variable is trainable."""
     if model.trainable_variables:
         return
     num = len(model.variables)
@@ -46,7 +40,7 @@ def name_of(variable: Any) -> str:
 
 
 def checked_loss(terms: Terms, num_weights: int) -> Terms:
-    """The terms; refuses what no gradient can be taken of, while the graph is being made if that is known then."""
+    """The terms, as scalars; raises LossError if one is not a scalar of floats, in a graph when it runs if need be."""
     check_terms(len(terms), num_weights)
     for term in terms:
         if not isinstance(term, tf.Tensor | tf.Variable) or not term.dtype.is_floating:
@@ -60,13 +54,13 @@ def checked_loss(terms: Terms, num_weights: int) -> Terms:
 
 def _scalar(term: tf.Tensor) -> tf.Tensor:
     """A term whose shape is known only when the graph is run."""
-    with tf.control_dependencies([tf.debugging.Assert(tf.equal(tf.rank(term), 0), [BAD_LOSS])]):
+    with tf.control_dependencies([tf.debugging.Assert(tf.equal(tf.rank(term), 0), [_BAD_LOSS])]):
         term = tf.identity(term)
     return tf.reshape(term, [])
 
 
-def loss_at_hand(loss: Any) -> tf.Tensor:
-    """The loss of one micro-batch that the user took the gradient of."""
+def as_loss(loss: Any) -> tf.Tensor:
+    """The loss that a user passed to `add`, as a scalar."""
     if not (is_number(loss) or (hasattr(loss, "dtype") and tf.as_dtype(loss.dtype).is_floating)):
         raise LossError(f"the loss is a {type(loss).__name__}: pass the micro-batch's mean loss, a scalar")
     if hasattr(loss, "shape") and loss.shape == (0,):  # Keras's mean over nothing
@@ -76,49 +70,13 @@ def loss_at_hand(loss: Any) -> tf.Tensor:
     return tf.reshape(tf.cast(loss, WEIGHT), [])
 
 
-def weight_at_hand(weight: Any) -> tf.Tensor:
-    """One number for a micro-batch; refuses a bad one where it is known, and in a graph when that is run."""
-    if not isinstance(weight, tf.Tensor | np.ndarray):  # tf.cast takes a plain number through float32
-        return tf.constant(check_weight((weight,), of="this micro-batch")[0], WEIGHT)
-    added, is_good = added_up(weight)
-    if tf.executing_eagerly():
-        if not is_good:
-            bad = [float(w) for w in np.ravel(weight) if not (np.isfinite(w) and w >= 0)]
-            check_weight((bad[0] if bad else float(added),), of="this micro-batch")
-        return added
-    return checked(added, is_good)
-
-
-def added_up(weight: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """A weight, or those of the samples added up, and whether all of them are good."""
-    if isinstance(weight, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices):
-        raise WeightError(f"the weight is a {type(weight).__name__}: pass a number, or a plain tensor of them")
-    weight = tf.convert_to_tensor(weight)
-    if not (weight.dtype.is_floating or weight.dtype.is_integer or weight.dtype.is_bool):
-        raise WeightError(f"the weight is a tensor of {weight.dtype.name}: pass numbers, of at least 0")
-    wide = tf.cast(weight, WEIGHT)
-    added = tf.reduce_sum(wide)
-    return added, tf.reduce_all(wide >= 0) & tf.math.is_finite(added)
-
-
-def checked(value: tf.Tensor, is_good: tf.Tensor, message: str = BAD_WEIGHT) -> tf.Tensor:
-    """The value, with a check in the graph; `telling` turns it into the error that it is.
-
-    XLA leaves checks out: there a bad number becomes NaN, and the step is not made.
-    """
-    if is_for_xla() and value.dtype.is_floating:
-        return tf.where(is_good, value, tf.constant(np.nan, value.dtype))
-    with tf.control_dependencies([tf.debugging.Assert(is_good, [message])]):
-        return tf.identity(value)
-
-
 @contextmanager
-def telling() -> Iterator[None]:
-    """Turns what a check in a graph of ours found into the error that it is."""
+def explained() -> Iterator[None]:
+    """Turns an error of TensorFlow's from one of our graphs into the one that says what is wrong."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        for message, kind in ((BAD_WEIGHT, WeightError), (BAD_LOSS, LossError)):
+        for message, kind in ((BAD_WEIGHT, WeightError), (_BAD_LOSS, LossError)):
             if message in error.message:
                 raise kind(message) from None
         raise
@@ -133,72 +91,38 @@ def telling() -> Iterator[None]:
 
 
 def check_gradients(gradients: Any, variables: Sequence[Any]) -> None:
-    """Refuses gradients that are not the variables', before any is added."""
+    """Raises an error unless each gradient fits its variable."""
     if not isinstance(gradients, Sequence):
-        raise OptionError(
-            f"add() got a {type(gradients).__name__}: pass tape.gradient(loss, model.trainable_variables)"
-        )
+        raise OptionError(f"add() got a {type(gradients).__name__}: {_REMEDY}")
     if len(gradients) != len(variables):
-        raise OptionError(
-            f"add() got {len(gradients)} gradients for {len(variables)} variables: "
-            "pass tape.gradient(loss, model.trainable_variables)"
-        )
+        raise OptionError(f"add() got {len(gradients)} gradients for {len(variables)} variables: {_REMEDY}")
     for k, (g, v) in enumerate(zip(gradients, variables, strict=True)):
         if g is None:
             continue
         if not isinstance(g, tf.Tensor | tf.IndexedSlices) or wide_dtype(g.dtype) != wide_dtype(v.dtype):
-            kind = getattr(g.dtype, "name", g.dtype) if hasattr(g, "dtype") else ""
+            kind = f"of {getattr(g.dtype, 'name', g.dtype)} " if hasattr(g, "dtype") else ""
+            wanted = tf.as_dtype(v.dtype).name
             raise GradientError(
-                f"gradient {k} is a {type(g).__name__} {f'of {kind} ' if kind else ''}but its variable is of "
-                f"{tf.as_dtype(v.dtype).name}: pass tape.gradient(loss, model.trainable_variables)"
+                f"gradient {k} is a {type(g).__name__} {kind}but its variable is of {wanted}: {_REMEDY}"
             )
         shape = g.shape
         if isinstance(g, tf.IndexedSlices) and g.values.shape.rank:
             shape = tf.TensorShape([shape[0] if shape.rank else None, *g.values.shape[1:]])
         if not shape.is_compatible_with(v.shape):
-            raise GradientError(
-                f"gradient {k} has the shape {shape} but its variable {v.shape}: "
-                "pass tape.gradient(loss, model.trainable_variables)"
-            )
+            raise GradientError(f"gradient {k} has the shape {shape} but its variable {v.shape}: {_REMEDY}")
 
 
-def rows_at_hand(gradients: Sequence[Any], variables: Sequence[Any]) -> list[tf.Tensor]:
-    """Refuses sparse gradients of rows that there are none of; in a graph, when these tensors are computed."""
+def checked_rows(gradients: Sequence[Any], variables: Sequence[Any]) -> list[tf.Tensor]:
+    """The rows of sparse gradients; raises GradientError if a variable lacks one, in a graph when they are computed."""
     rows = []
     for k, (g, v) in enumerate(zip(gradients, variables, strict=True)):
         if not isinstance(g, tf.IndexedSlices):
             continue
         is_good = tf.reduce_all((g.indices >= 0) & (g.indices < v.shape[0]))
         if tf.executing_eagerly() and not is_good:
+            first, last = g.indices.numpy().min(), g.indices.numpy().max()
             raise GradientError(
-                f"gradient {k} has the rows {g.indices.numpy().min()} to {g.indices.numpy().max()} but its variable "
-                f"{v.shape[0]} rows: pass tape.gradient(loss, model.trainable_variables)"
+                f"gradient {k} has the rows {first} to {last} but its variable {v.shape[0]} rows: {_REMEDY}"
             )
-        rows.append(checked(g.indices, is_good, BAD_ROWS))
+        rows.append(checked(g.indices, is_good, _BAD_ROWS))
     return rows
-
-
-def batch_norms(model: Any) -> list[str]:
-    """The names of the BatchNormalization layers that normalise by what they are fed."""
-    return [layer.name for layer in layers_of(model) if is_batch_norm(layer) and layer.trainable]
-
-
-def layers_of(model: Any) -> list[Any]:
-    """All layers, those inside of others too."""
-    return list(model._flatten_layers()) if hasattr(model, "_flatten_layers") else []
-
-
-def is_batch_norm(layer: Any) -> bool:
-    return any(cls.__name__ == "BatchNormalization" for cls in type(layer).__mro__)
-
-
-def tell_batch_norm(model: Any) -> None:
-    """Says that BatchNormalization sees micro-batches, if it does."""
-    if names := batch_norms(model):
-        warnings.warn(
-            f"{len(names)} BatchNormalization layer{'s' * (len(names) != 1)} in training mode ({names[0]} first) "
-            "normalise by the micro-batch, so the result is not that of the full batch: freeze them, or use "
-            "GroupNormalization or LayerNormalization, to be exact; verify() shows how far apart it is",
-            BigBatchWarning,
-            stacklevel=4,
-        )

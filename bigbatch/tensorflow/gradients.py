@@ -1,4 +1,4 @@
-"""Gradient sums: in at least float32, dense or sparse, then finished as one gradient."""
+"""Gradients, dense or sparse: added up in at least float32, scaled, measured and clipped."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,10 +7,10 @@ import tensorflow as tf
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 
-# A table with more rows than this keeps its gradient sparse: adding it up densely would touch all of them for
-# every micro-batch. Entries of the same row are added up before they reach the optimizer, since Keras 3.15's Adam
-# is off on repeated rows.
-MANY_ROWS = 10_000
+# A table with more rows than this keeps its gradient sparse: a dense sum would touch all rows for every micro-batch.
+# Entries of the same row are added up before they reach the optimizer, because Keras 3.15's Adam is wrong on
+# repeated rows.
+_MANY_ROWS = 10_000
 
 
 def wide_dtype(dtype: tf.DType) -> tf.DType:
@@ -18,7 +18,7 @@ def wide_dtype(dtype: tf.DType) -> tf.DType:
 
 
 def widened(gradient: Gradient, shape: tf.TensorShape | None = None) -> Gradient:
-    """A gradient in the dtype in which it is added up, and of the variable's shape, which tf.py_function forgets."""
+    """A gradient in the dtype of its sum, and in the variable's shape, which tf.py_function forgets."""
     if shape is not None and isinstance(gradient, tf.Tensor):
         gradient.set_shape(shape)
     if gradient is None or gradient.dtype == wide_dtype(gradient.dtype):
@@ -31,23 +31,23 @@ def dense(gradient: Gradient) -> Gradient:
 
 
 def is_kept_sparse(gradient: Gradient, variable: tf.Variable) -> bool:
-    return isinstance(gradient, tf.IndexedSlices) and variable.shape[0] > MANY_ROWS
+    return isinstance(gradient, tf.IndexedSlices) and variable.shape[0] > _MANY_ROWS
 
 
 def without_repeats(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Entries of the same row added up."""
+    """Adds up the entries of the same row."""
     rows, place = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, place, tf.shape(rows)[0])
     return tf.IndexedSlices(values, rows, slices.dense_shape)
 
 
 def values(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
-    """The numbers in the gradients, wherever there are any."""
+    """The values of all gradients that are not None."""
     return [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
 
 
 def mapped(change: Callable[[tf.Tensor], tf.Tensor], gradients: Sequence[Gradient]) -> list[Gradient]:
-    """The gradients with their numbers changed."""
+    """Applies a function to the values of each gradient."""
 
     def one(g: Gradient) -> Gradient:
         if g is None:
@@ -64,12 +64,12 @@ def scaled(gradients: Sequence[Gradient], factor: tf.Tensor) -> list[Gradient]:
 
 
 def weighted(gradients: Sequence[Gradient], weight: tf.Tensor) -> list[Gradient]:
-    """What counts nothing is left out, even if it is not a number (0/0)."""
+    """Gradients times a weight; 0 where the weight is 0, even if the gradient is NaN (0/0)."""
     return mapped(lambda g: tf.math.multiply_no_nan(g, tf.cast(weight, g.dtype)), gradients)
 
 
 def added(one: Gradient, other: Gradient) -> Gradient:
-    """The sum of two; entries of sparse ones behind each other."""
+    """The sum of two; if both are sparse, their entries are concatenated."""
     if one is None or other is None:
         return other if one is None else one
     if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
@@ -82,48 +82,47 @@ def added(one: Gradient, other: Gradient) -> Gradient:
 def norm(gradients: Sequence[Gradient]) -> tf.Tensor:
     """The norm over all of them, in float64."""
     numbers = values(gradients)
-    squares = sum_of_squares(numbers)
+    squares = _sum_of_squares(numbers)
 
     def wide() -> tf.Tensor:
-        """Finite numbers may have squares that are too large for float32."""
-        return sum_of_squares([tf.cast(tf.abs(g), tf.float64) for g in numbers])
+        """The squares of finite numbers may overflow in float32."""
+        return _sum_of_squares([tf.cast(tf.abs(g), tf.float64) for g in numbers])
 
     return tf.sqrt(tf.cond(tf.math.is_finite(squares), lambda: squares, wide))
 
 
 def first_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
-    """The place of the first gradient that is not finite; -1 if all are."""
+    """The index of the first gradient that is not finite; -1 if all are."""
     present = [k for k, g in enumerate(gradients) if g is not None]
     is_bad = tf.stack([~tf.reduce_all(tf.math.is_finite(tf.abs(numbers))) for numbers in values(gradients)])
     return tf.where(tf.reduce_any(is_bad), tf.gather(present, tf.argmax(is_bad)), -1)
 
 
-def sum_of_squares(numbers: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Over all of them, in float64: one pass over each, and what follows once for each dtype, not for each tensor."""
+def _sum_of_squares(numbers: Sequence[tf.Tensor]) -> tf.Tensor:
+    """In float64: one pass over each tensor, and the rest once for each dtype."""
     halves = [tf.nn.l2_loss(tf.abs(n) if n.dtype.is_complex else n) for n in numbers]
     alike = [tf.stack([half for half in halves if half.dtype == dtype]) for dtype in {half.dtype for half in halves}]
     return 2 * tf.add_n([tf.reduce_sum(tf.cast(each, tf.float64)) for each in alike])
 
 
-def clipped(
-    gradients: Sequence[Gradient], total_norm: tf.Tensor, clip_norm: float | None, clip_value: float | None, unit: Any
-) -> list[Gradient]:
-    """By the norm over all as tf.clip_by_global_norm does it, then by value.
+def clipped_by_norm(gradients: Sequence[Gradient], norm: tf.Tensor, limit: float) -> list[Gradient]:
+    """Scaled down to this norm over all of them, as tf.clip_by_global_norm does.
 
-    `unit` is the scale of the loss, which the gradients have and their norm has not.
+    If the norm is not finite they stay as they are, so that the first bad one can be named.
     """
-    result = list(gradients)
-    if clip_norm is not None:
-        limit = tf.constant(clip_norm, tf.float64)  # tf.cast takes a plain number through float32
-        factor = limit / tf.maximum(total_norm, limit)
-        # what is not finite stays where it is, so that it can be named
-        result = scaled(result, tf.where(tf.math.is_finite(total_norm), factor, tf.ones_like(factor)))
-    if clip_value is not None:
+    wide = tf.constant(limit, tf.float64)  # tf.cast takes a plain number through float32
+    factor = wide / tf.maximum(norm, wide)
+    return scaled(gradients, tf.where(tf.math.is_finite(norm), factor, tf.ones_like(factor)))
 
-        def clip(g: tf.Tensor) -> tf.Tensor:
-            limit = tf.constant(clip_value, g.dtype) * tf.cast(unit, g.dtype)
-            # what is not finite stays so: an optimizer that scales the loss must see it
-            return tf.where(tf.math.is_finite(g), tf.clip_by_value(g, -limit, limit), g)
 
-        result = mapped(clip, result)
-    return result
+def clipped_by_value(gradients: Sequence[Gradient], limit: float, loss_scale: tf.Tensor) -> list[Gradient]:
+    """Each value clamped. The gradients have the scale of the loss, the limit has not.
+
+    Values that are not finite stay: an optimizer that scales the loss must see them.
+    """
+
+    def clip(g: tf.Tensor) -> tf.Tensor:
+        bound = tf.constant(limit, g.dtype) * tf.cast(loss_scale, g.dtype)
+        return tf.where(tf.math.is_finite(g), tf.clip_by_value(g, -bound, bound), g)
+
+    return mapped(clip, gradients)

@@ -1,41 +1,49 @@
-"""Compiled graphs, kept: one for each kind of batch, and few for batches whose shapes vary."""
+"""A cache of compiled graphs: one for each kind of batch, and few if the shapes of batches vary."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-Specs = Sequence[tf.TypeSpec]
+_Specs = Sequence[tf.TypeSpec]
 
 
 class Graphs:
-    """The graphs that were made, each with what it was made of, which must not be forgotten before it.
+    """The graphs that were made.
 
     A second shape of the same kind of batch gets a graph in which the axes that differ may have any size, as with
     tf.function(reduce_retracing=True). So there are at most as many graphs as axes, however many shapes there are.
-    A plain dict would be taken into checkpoints by tf.Module.
+    tf.Module would take a plain dict into checkpoints.
     """
 
     def __init__(self) -> None:
         self.made: dict[Any, Any] = {}
-        self._widest: dict[Any, tuple[Specs, Any]] = {}
-        """Of each kind, the graph that takes the most shapes, and those."""
+        self._widest: dict[Any, tuple[_Specs, Any]] = {}
+        """Of each kind, the graph that takes the most shapes, and those shapes."""
 
-    def graph(
+    def get(
         self,
         kind: Any,
         shapes: Any,
         specs: Callable[[], Iterable[tf.TypeSpec]],
-        compiled: Callable[[Specs], Any],
+        compiled: Callable[[_Specs], Any],
         made_of: Any,
     ) -> Any:
-        """The graph for batches of this kind and these shapes; made by `compiled` if there is none yet."""
+        """The graph for batches of this kind and these shapes; a new one if there is none.
+
+        Args:
+            kind: Equal for batches that one graph could take.
+            shapes: The shapes of the tensors.
+            specs: Returns the types of the tensors.
+            compiled: Makes a graph for these types.
+            made_of: Kept as long as the graph.
+        """
         key = kind, shapes
         if key not in self.made:
             self.made[key] = self._made(kind, tuple(specs()), compiled), made_of
         return self.made[key][0]
 
-    def _made(self, kind: Any, specs: Specs, compiled: Callable[[Specs], Any]) -> Any:
+    def _made(self, kind: Any, specs: _Specs, compiled: Callable[[_Specs], Any]) -> Any:
         if kind not in self._widest:
             self._widest[kind] = specs, compiled(specs)
             return self._widest[kind][1]
@@ -47,6 +55,6 @@ class Graphs:
             return graph
         try:
             self._widest[kind] = wide, compiled(wide)
-        except (TypeError, ValueError):  # a model or a loss that wants to know the size
+        except (TypeError, ValueError):  # the model or the loss must know the size
             return compiled(specs)
         return self._widest[kind][1]

@@ -1,4 +1,4 @@
-"""Every private API of TensorFlow's that is used here (TensorFlow 2.21)."""
+"""The private APIs of TensorFlow 2.21 and Keras 3.15 that are used here."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from tensorflow.python.ops import control_flow_util
 
 
 def converted(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function of the user's; in a graph as tf.function does: `if`, `for` and `len` take tensors."""
+    """Calls a user's function. In a graph AutoGraph converts it, as in tf.function: `if` and `for` take tensors."""
     if tf.executing_eagerly():
         return function(*args)
     options = ConversionOptions(recursive=True, optional_features=None, user_requested=True)
@@ -25,8 +25,26 @@ def converted(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def is_for_xla() -> bool:
-    """Whether what is being traced will be compiled by XLA, which neither prints nor checks."""
+    """Whether XLA will compile what is being traced. It neither prints nor checks."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(ops.get_default_graph()))
+
+
+def layers_of(model: Any) -> list[Any]:
+    """All layers of a Keras model, also those inside of others (Keras 3.15)."""
+    return list(model._flatten_layers()) if hasattr(model, "_flatten_layers") else []
+
+
+@contextmanager
+def without_reduction(optimizer: Any) -> Iterator[None]:
+    """Inside, an optimizer of Keras 3 does not add gradients up over replicas. There is no public switch (Keras 3.15).
+
+    The object's own method is covered, and only while a step is traced. Replicas in threads may enter this together.
+    """
+    optimizer._all_reduce_sum_gradients = list
+    try:
+        yield
+    finally:
+        vars(optimizer).pop("_all_reduce_sum_gradients", None)
 
 
 def is_recording() -> bool:
@@ -45,10 +63,9 @@ def outside_of_scopes() -> Iterator[None]:
 
 
 def replace_num_replicas(answer: Callable[[int], int]) -> None:
-    """From now on `strategy.num_replicas_in_sync`, of whatever strategy, is the answer to the real number.
+    """From now on `num_replicas_in_sync` of every strategy is `answer(real number)`.
 
-    Strategies and replica contexts ask this property; what TensorFlow computes by itself (a reduction, a variable)
-    does not.
+    Strategies and replica contexts read this property. TensorFlow's own reductions and variables do not.
     """
     strategy = distribute_lib.StrategyBase
     plain = strategy.num_replicas_in_sync.fget
@@ -58,14 +75,14 @@ def replace_num_replicas(answer: Callable[[int], int]) -> None:
 
 
 def replace_public(package: str, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wraps a public function, wherever programs look it up: `tf.nn.relu`, `tf.compat.v2.nn.relu`."""
+    """Wraps a public function everywhere programs look it up: `tf.nn.relu`, `tf.compat.v2.nn.relu`."""
     wrapped = make(getattr(getattr(tf, package), name))
     for module in (getattr(tf, package), getattr(tf.compat.v2, package)):
         setattr(module, name, wrapped)
 
 
 def trace_apart(kind: Callable[[], str]) -> None:
-    """From now on a tf.function is traced anew where `kind` is another than where it was traced."""
+    """From now on a tf.function is traced again where `kind()` differs from where it was traced."""
     plain = function_context.make_function_context
 
     def make_function_context(scope_type: Any = None) -> Any:

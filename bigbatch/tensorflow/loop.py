@@ -1,51 +1,145 @@
-"""The micro-batches of a batch, one after the other: `add(k, micro_batch, carry)` for each of them."""
+"""The loop over the micro-batches of a batch, in one graph."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from . import batch as nest
+from . import gradients
+from .backward import Backward
+from .batch import num_samples, numbered, rows
+from .distributed import replicas
+from .sums import LoopSums, Summed, is_kept_sparse
+from .weight import WEIGHT
 
-Add = Callable[[Any, list[Any], Any], Any]
-"""(number, micro-batch, carry) -> carry"""
+_LITTLE = 32 * 2**20
+"""As many bytes may several micro-batches take that run side by side."""
+_MOST = 8
+
+_Body = Callable[[Any, list[Any], Any], Any]
+"""(number, micro-batch, state) -> state"""
 
 
-def plain(add: Add, carry: Any, tensors: Sequence[Any], micro_batch_size: int, at_once: int) -> Any:
-    """In TensorFlow's own loop, where every micro-batch may have another size."""
+def accumulate(backward: Backward, tensors: Sequence[Any], micro_batch_size: int) -> Summed:
+    """The gradient of a batch, on one replica, reduced over all of them.
+
+        for micro_batch in batch:                              # tf.while_loop
+            weights += weight(micro_batch)
+        for micro_batch in batch:                              # tf.while_loop
+            sums += gradient of weight / total * loss(micro_batch)
+        sums = all_reduce(sums)                                # once, if there are several replicas
+
+    Args:
+        backward: The pass of one micro-batch.
+        tensors: The tensors of this replica's batch.
+        micro_batch_size: Where to cut it.
+    """
+    batch_size = num_samples(tensors)
+    num = -(-batch_size // micro_batch_size)
+    weights = _weigh(backward, tensors, micro_batch_size, num)
+    total = tf.reduce_sum(weights, 0)
+    traced = backward.traced(tensors, num_terms=weights.shape[1])
+    # Terms with totals of their own are mixed in the sums, so their totals must be known before; a loss may ask for its
+    # share of the batch, too. Otherwise the total is reduced with the gradients: one reduction fewer.
+    is_total_first = weights.shape[1] > 1 or backward.is_share_used
+    if is_total_first and replicas.is_shared():
+        total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, total)
+    sums, losses = _run(backward, traced, tensors, micro_batch_size, num, backward.shares(weights, total))
+    if not replicas.is_shared():
+        return Summed(sums, losses, total, num)
+    if is_total_first or backward.reduction == "sum":
+        sums, (losses, number) = replicas.reduce(sums, [losses, tf.cast(num, WEIGHT)])
+        return Summed(sums, losses, total, tf.cast(number, tf.int32))
+    # the reference was this replica's own total
+    sums, (losses, number, total) = replicas.reduce(
+        gradients.scaled(sums, total[0]), [losses * total, tf.cast(num, WEIGHT), total]
+    )
+    rest = backward.shares(tf.ones_like(total), total)
+    return Summed(gradients.scaled(sums, rest[0]), losses * rest, total, tf.cast(number, tf.int32))
+
+
+def _weigh(backward: Backward, tensors: Sequence[Any], micro_batch_size: int, num: Any) -> tf.Tensor:
+    """The weights: a row for each micro-batch, with a column for each term."""
+    if backward.weight is None:
+        sizes = tf.minimum(micro_batch_size, num_samples(tensors) - tf.range(num) * micro_batch_size)
+        return tf.cast(sizes, WEIGHT)[:, None]
+    num_terms = backward.num_terms(tensors)
+
+    def add(k: tf.Tensor, micro_batch: list[Any], weights: tf.TensorArray) -> tf.TensorArray:
+        return weights.write(k, backward.weigh(micro_batch))
+
+    weights = tf.TensorArray(WEIGHT, size=num, element_shape=[num_terms])
+    weights = _loop(add, weights, tensors, micro_batch_size, num_at_once=1)
+    return tf.reshape(weights.stack(), [-1, num_terms])
+
+
+def _run(
+    backward: Backward, traced: Any, tensors: Sequence[Any], micro_batch_size: int, num: Any, shares: tf.Tensor
+) -> tuple[list[Any], tf.Tensor]:
+    """Adds up gradients and losses over all micro-batches, each times its share."""
+    like, variables = traced.structured_outputs[1], backward.variables()
+    sums = LoopSums(like, variables, num)
+
+    def add(k: tf.Tensor, micro_batch: list[Any], state: Any) -> Any:
+        losses, states = state
+
+        def count(run: Any, share: tf.Tensor) -> tuple[Any, ...]:
+            more, found = run(micro_batch, share)
+            return losses + more, sums.add(states, k, found)
+
+        share = tf.gather(shares, k)
+        if backward.weight is None:  # no micro-batch is empty
+            return count(backward, share)
+        return backward.if_counted(share, count, lambda: (losses, sums.skip(states, k)))
+
+    def start() -> tuple[Any, ...]:
+        return tf.zeros(shares.shape[1:], WEIGHT), sums.start()
+
+    is_dense = all(isinstance(t, tf.Tensor) for t in tensors) and not any(map(is_kept_sparse, like, variables))
+    if backward.jit_compile and is_dense and _is_good_for_xla(traced.graph):
+        losses, states = _loop_in_xla(add, start, tensors, micro_batch_size)
+    else:
+        num_at_once = _num_side_by_side(traced.graph, micro_batch_size)
+        losses, states = _loop(add, start(), tensors, micro_batch_size, num_at_once)
+    return sums.finished(states), losses
+
+
+def _loop(body: _Body, state: Any, tensors: Sequence[Any], micro_batch_size: int, num_at_once: int) -> Any:
+    """TensorFlow's own loop; the last micro-batch may be smaller."""
     num = -(-num_samples(tensors) // micro_batch_size)
 
-    def body(k: tf.Tensor, carry: Any) -> tuple[tf.Tensor, Any]:
-        return k + 1, add(k, [nest.numbered(t, k, micro_batch_size) for t in tensors], carry)
+    def step(k: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:
+        return k + 1, body(k, [numbered(t, k, micro_batch_size) for t in tensors], state)
 
-    return tf.while_loop(lambda k, _: k < num, body, (tf.constant(0), carry), parallel_iterations=at_once)[1]
+    return tf.while_loop(lambda k, _: k < num, step, (tf.constant(0), state), parallel_iterations=num_at_once)[1]
 
 
-def for_xla(add: Add, start: Callable[[], Any], tensors: Sequence[tf.Tensor], micro_batch_size: int) -> Any:
-    """As XLA wants it: all micro-batches of the compiled loop have one size, and what is left over follows.
+def _loop_in_xla(body: _Body, start: Callable[[], Any], tensors: Sequence[tf.Tensor], micro_batch_size: int) -> Any:
+    """A compiled loop over the micro-batches of full size; the rest follows.
 
-    XLA compiles this once for each size of the batch, so to it all sizes here are constants. It compiles both sides of
-    a condition, so TensorFlow decides what is run: a loss may not know what to do with a micro-batch of none.
+    XLA compiles this for each size of the batch, so all sizes are constants to it. It would compile both sides of a
+    condition, so TensorFlow decides what is run: a loss may not know what to do with a micro-batch of none.
     """
 
     def full() -> Any:
         num_full = num_samples(tensors) // micro_batch_size
-        return tf.while_loop(lambda k, _: k < num_full, body, (tf.constant(0), start()), parallel_iterations=1)[1]
+        return tf.while_loop(lambda k, _: k < num_full, step, (tf.constant(0), start()), parallel_iterations=1)[1]
 
-    def body(k: tf.Tensor, carry: Any) -> tuple[tf.Tensor, Any]:
-        return k + 1, add(k, [rows(t, k * micro_batch_size, micro_batch_size) for t in tensors], carry)
+    def step(k: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:
+        return k + 1, body(k, [rows(t, k * micro_batch_size, micro_batch_size) for t in tensors], state)
 
     num = num_samples(tensors)
     rest = num % micro_batch_size
     done = tf.cond(num >= micro_batch_size, tf.function(full, jit_compile=True, autograph=False), start)
     return tf.cond(
         rest > 0,
-        lambda: add(num // micro_batch_size, [rows(t, num - rest, rest) for t in tensors], done),
+        lambda: body(num // micro_batch_size, [rows(t, num - rest, rest) for t in tensors], done),
         lambda: done,
     )
 
 
-def is_good_for_xla(graph: tf.Graph) -> bool:
+def _is_good_for_xla(graph: tf.Graph) -> bool:
     """Whether XLA should run the loop and not just what is in it.
 
     A compiled micro-step costs a launch each time. But on a CPU, XLA runs convolutions many times slower inside a loop
@@ -58,13 +152,24 @@ def is_good_for_xla(graph: tf.Graph) -> bool:
     return not any("Conv" in node.op for nodes in (found.node, *functions) for node in nodes)
 
 
-def rows(tensor: tf.Tensor, start: tf.Tensor, num: tf.Tensor) -> tf.Tensor:
-    """As many rows from there on; XLA takes no -1 for all others."""
-    if tensor.shape.rank == 0:
-        return tensor
-    sizes = [tf.shape(tensor)[i] if n is None else n for i, n in enumerate(tensor.shape)]
-    return tf.slice(tensor, [start, *[0] * (tensor.shape.rank - 1)], [num, *sizes[1:]])
+def _num_side_by_side(graph: tf.Graph, micro_batch_size: int) -> int:
+    """How many micro-batches may run at one time: several keep all cores busy if they need little memory.
+
+    One if their order matters: they draw random numbers in TF1's way, or update a variable (a seed,
+    BatchNormalization).
+    """
+    operations = graph.get_operations()
+    if any(op.op_def.is_stateful and op.type != "ReadVariableOp" for op in operations):
+        return 1
+    found = sum(_num_bytes(tensor, micro_batch_size) for op in operations for tensor in op.outputs)
+    return max(1, min(_MOST, int(_LITTLE // max(found, 1))))
 
 
-def num_samples(tensors: Sequence[Any]) -> tf.Tensor:
-    return next(nest.size(t) for t in tensors if t.shape.rank != 0)
+def _num_bytes(tensor: tf.Tensor, micro_batch_size: int) -> float:
+    """The size of a tensor in the graph; its one unknown axis is taken for that of the micro-batch."""
+    if tensor.dtype == tf.resource:
+        return 0
+    sizes = tensor.shape.as_list() if tensor.shape.rank is not None else [None, None]
+    if tensor.dtype == tf.variant or sizes.count(None) > 1:
+        return math.inf
+    return tensor.dtype.size * math.prod(micro_batch_size if size is None else size for size in sizes)

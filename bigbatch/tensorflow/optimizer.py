@@ -1,23 +1,29 @@
-"""Optimizers of every kind, brought to step once on a gradient that is reduced over all replicas already."""
+"""Steps optimizers of every kind with a gradient that is already reduced over all replicas."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 
 from ..core.errors import OptionError
 from .checks import name_of
-from .distributed.replicas import as_tf_variable
+from .distributed.replicas import as_tf_variable, trainable
 from .gradients import Gradient
+from .internals import without_reduction
 
 
 class Optimizer:
-    """A Keras 3 optimizer, one of tf_keras (new or legacy), or a tf.compat.v1.train.Optimizer."""
+    """One interface to the optimizers of Keras 3, of tf_keras (new and legacy) and of tf.compat.v1.train.
+
+    Args:
+        optimizer: The optimizer.
+        strategy: The strategy of the model.
+    """
 
     def __init__(self, optimizer: Any, strategy: tf.distribute.Strategy) -> None:
         self.optimizer = optimizer
-        self.kind = kind_of(optimizer)
+        self.kind = _kind_of(optimizer)
         if self.kind == "v1" and strategy.num_replicas_in_sync > 1:
             raise OptionError(
                 f"{type(optimizer).__name__} reduces gradients by itself, so it cannot step on the reduced gradient of "
@@ -31,33 +37,38 @@ class Optimizer:
 
     @property
     def runs_in_graph(self) -> bool:
-        """TF1's optimizers are for eager code: they make their slots when they first step."""
+        """Optimizers of TF1 step in eager code only: they make their slots in the first step."""
         return self.kind != "v1"
 
     def num_steps(self) -> Any:
-        """How often it stepped, whoever asked it to; -1 if it does not count."""
+        """How often it has stepped, also in calls of others; -1 if it does not count."""
         found = as_tf_variable(getattr(self.optimizer, "iterations", None))
         return tf.cast(-1 if found is None else found, tf.int64)
 
     @property
     def is_scaling(self) -> bool:
-        """Whether it adapts a scale of the loss, and skips a step that is not finite by itself."""
+        """Whether it adapts a scale of the loss, and itself skips a step that is not finite."""
         return hasattr(self.optimizer, "dynamic_scale") or getattr(self.optimizer, "dynamic", False)
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def _variables_of(self, model: Any) -> list[Any]:
+        """The trainable variables of a model; Keras 3 takes its own."""
+        return list(model.trainable_variables) if self.kind == "keras" else trainable(model)
+
+    def build(self, model: Any) -> None:
+        """Makes the variables of the optimizer, if it has none."""
+        variables = self._variables_of(model)
         if self.kind == "keras" and not self.optimizer.built:
             self.optimizer.build(variables)
             self.optimizer.built = True
         elif self.kind == "tf_keras":
-            is_new = hasattr(self.optimizer, "build")
-            if not is_new:
+            if not hasattr(self.optimizer, "build"):  # a legacy one
                 self.optimizer._create_all_weights(variables)
             elif not getattr(self._inner, "_built", False):  # a second time, it would mix up the variables' moments
                 self.optimizer.build(variables)
 
-    def check_knows(self, variables: Sequence[Any]) -> None:
-        """Refuses variables that the optimizer was not built for."""
-        inner = self._inner
+    def check_knows(self, model: Any) -> None:
+        """Raises OptionError if the optimizer was built, but not for all trainable variables of the model."""
+        inner, variables = self._inner, model.trainable_variables
         if self.kind == "keras" and inner.built:
             known = {id(as_tf_variable(v)) for v in inner._trainable_variables}
             strange = [v for v in variables if id(as_tf_variable(v)) not in known]
@@ -77,23 +88,21 @@ class Optimizer:
     def _inner(self) -> Any:
         return getattr(self.optimizer, "inner_optimizer", self.optimizer)
 
-    def scale(self) -> Any:
-        """What the loss is multiplied by."""
-        if hasattr(self.optimizer, "dynamic_scale"):
-            return tf.convert_to_tensor(self.optimizer.dynamic_scale)
-        if hasattr(self.optimizer, "get_scaled_loss"):  # of tf_keras, which warns if nobody calls it
-            return self.optimizer.get_scaled_loss(tf.constant(1.0))
-        factor = getattr(self.optimizer, "loss_scale_factor", None)
-        return tf.constant(1.0 if factor is None else factor, tf.float64)
-
     def scaled(self, value: tf.Tensor) -> tf.Tensor:
-        """A value times the scale of the loss, in the value's dtype."""
-        has_scale = any(hasattr(self.optimizer, name) for name in ("dynamic_scale", "get_scaled_loss"))
-        has_scale = has_scale or getattr(self.optimizer, "loss_scale_factor", None) is not None
-        return value * tf.cast(self.scale(), value.dtype) if has_scale else value
+        """A value times what the optimizer multiplies the loss by."""
+        if hasattr(self.optimizer, "dynamic_scale"):
+            scale: Any = tf.convert_to_tensor(self.optimizer.dynamic_scale)
+        elif hasattr(self.optimizer, "get_scaled_loss"):  # of tf_keras, which warns if nobody calls it
+            scale = self.optimizer.get_scaled_loss(tf.constant(1.0))
+        elif (factor := getattr(self.optimizer, "loss_scale_factor", None)) is not None:
+            scale = tf.constant(factor, tf.float64)
+        else:
+            return value
+        return value * tf.cast(scale, value.dtype)
 
-    def apply(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> None:
+    def apply(self, gradients: Sequence[Gradient], model: Any) -> None:
         """Steps, in a replica context or where there is none."""
+        variables: Sequence[Any] = self._variables_of(model)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         if self.kind != "keras":  # Keras 3 clips and unscales in float32 and rounds by itself
             pairs = [(g if g.dtype == v.dtype else tf.cast(g, v.dtype), v) for g, v in pairs]
@@ -108,25 +117,12 @@ class Optimizer:
             pairs = list(zip(self.optimizer.get_unscaled_gradients(found), variables, strict=True))
         self.optimizer.apply_gradients(pairs, **_without_aggregation(self.optimizer))
 
-    @contextmanager
-    def reduced_already(self) -> Iterator[None]:
-        """Keeps Keras 3 from adding up over replicas what is the same on all of them.
-
-        There is no public switch for it (Keras 3.15). This object's own method is covered, and only while a step is
-        being traced. Replicas that step in threads of their own may enter this together.
-        """
-        inner = self._inner
-        if self.kind != "keras":
-            yield
-            return
-        inner._all_reduce_sum_gradients = list
-        try:
-            yield
-        finally:
-            vars(inner).pop("_all_reduce_sum_gradients", None)
+    def reduced_already(self) -> AbstractContextManager[None]:
+        """Inside, Keras 3 does not add up over replicas what is the same on all of them."""
+        return without_reduction(self._inner) if self.kind == "keras" else nullcontext()
 
 
-def kind_of(optimizer: Any) -> str:
+def _kind_of(optimizer: Any) -> str:
     module = type(optimizer).__module__
     names = {cls.__module__.split(".")[0] for cls in type(optimizer).__mro__}
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
@@ -136,7 +132,7 @@ def kind_of(optimizer: Any) -> str:
     if "tf_keras" in names:
         return "tf_keras"
     raise OptionError(
-        f"{module}.{type(optimizer).__name__} is no optimizer that is known here: "
+        f"{module}.{type(optimizer).__name__} is not a known kind of optimizer: "
         "pass one of keras, tf_keras or tf.compat.v1.train"
     )
 

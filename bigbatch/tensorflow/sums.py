@@ -1,17 +1,16 @@
-"""Gradient sums that outlive a call: for windows fed one micro-batch at a time, and for checkpoints in the middle."""
+"""Gradient sums: inside the loop of one graph, and in variables that outlive a call."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from . import gradients
-from .checks import WEIGHT
 from .distributed import replicas
 from .gradients import Gradient
 from .graphs import Graphs
-from .window import reduced
+from .weight import WEIGHT
 
 OTHER_VARIABLES = (
     "bigbatch: other variables got a gradient in this window than the graph that ends it was made for: "
@@ -19,11 +18,102 @@ OTHER_VARIABLES = (
 )
 
 
-class Sums(tf.Module):
-    """One sum for each variable, the weight so far, the loss so far, and how many micro-batches there were.
+class Summed(NamedTuple):
+    """What a window adds up to, over all micro-batches and replicas. Every replica has the same."""
 
-    Every replica has its own; they are added up once, at the end of the window. SUM lets a checkpoint hold the sum
-    over replicas.
+    gradients: list[Gradient]
+    losses: tf.Tensor
+    total: tf.Tensor
+    """The total weights, term by term."""
+    num_micro_batches: tf.Tensor
+
+
+def is_kept_sparse(gradient: Gradient, variable: Any) -> bool:
+    """Whether a gradient is added up as a list of entries. Replicas reduce dense gradients."""
+    return gradients.is_kept_sparse(gradient, variable) and not replicas.is_shared()
+
+
+class LoopSums:
+    """The gradient sums of a loop in a graph: each micro-batch gets the sums so far, and returns the next.
+
+    Dense gradients are added up. The entries of sparse gradients are kept in a list; those of the same row are added
+    up at the end.
+
+    Args:
+        like: The gradients of one micro-batch, as they were traced.
+        variables: The variables that they belong to.
+        num_micro_batches: How many micro-batches the loop has.
+    """
+
+    def __init__(self, like: Sequence[Gradient], variables: Sequence[Any], num_micro_batches: Any) -> None:
+        self._like = {k: g for k, g in enumerate(like) if g is not None}
+        self._variables = variables
+        self._num = num_micro_batches
+        self._sparse = {k for k, g in self._like.items() if is_kept_sparse(g, variables[k])}
+
+    def start(self) -> dict[int, Any]:
+        """The sums of no micro-batch."""
+        return {
+            k: self._list(k) if k in self._sparse else tf.zeros(self._variables[k].shape, g.dtype)
+            for k, g in self._like.items()
+        }
+
+    def add(self, sums: dict[int, Any], number: tf.Tensor, found: Sequence[Gradient]) -> dict[int, Any]:
+        """The sums with the gradients of one more micro-batch."""
+        return {
+            k: _written(one, number, found[k])
+            if k in self._sparse
+            else one + _dense(found[k], self._variables[k].shape)
+            for k, one in sums.items()
+        }
+
+    def skip(self, sums: dict[int, Any], number: tf.Tensor) -> dict[int, Any]:
+        """The same sums after a micro-batch that counts nothing. A list must have an entry for it all the same."""
+        return {k: _written(one, number, self._no_rows(k)) if k in self._sparse else one for k, one in sums.items()}
+
+    def finished(self, sums: dict[int, Any]) -> list[Gradient]:
+        """The gradients, one for each variable."""
+        return [self._joined(k, sums[k]) if k in self._sparse else sums.get(k) for k in range(len(self._variables))]
+
+    def _list(self, k: int) -> Any:
+        """A list with an empty entry behind the last: TensorFlow cannot concatenate a list of none."""
+        none = self._no_rows(k)
+        arrays = [
+            tf.TensorArray(part.dtype, size=self._num + 1, element_shape=[None, *part.shape[1:]], infer_shape=False)
+            for part in (none.values, none.indices)
+        ]
+        return _written(arrays, self._num, none)
+
+    def _no_rows(self, k: int) -> tf.IndexedSlices:
+        like = self._like[k]
+        rows = tf.zeros([0, *self._variables[k].shape[1:]], like.values.dtype)
+        return tf.IndexedSlices(rows, tf.zeros([0], like.indices.dtype))
+
+    def _joined(self, k: int, arrays: Any) -> tf.IndexedSlices:
+        shape = tf.constant(self._variables[k].shape.as_list(), tf.int64)
+        return gradients.without_repeats(tf.IndexedSlices(arrays[0].concat(), arrays[1].concat(), shape))
+
+
+def _written(arrays: Any, number: tf.Tensor, found: tf.IndexedSlices) -> tuple[tf.TensorArray, tf.TensorArray]:
+    return arrays[0].write(number, found.values), arrays[1].write(number, found.indices)
+
+
+def _dense(gradient: Gradient, shape: tf.TensorShape) -> tf.Tensor:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, shape[0])  # XLA must know how many rows
+
+
+class Sums(tf.Module):
+    """One sum for each variable, with the weight, the losses and the number of micro-batches so far.
+
+    Every replica has its own; they are added up once, at the end of the window. A checkpoint holds the sum over
+    replicas.
+
+    Args:
+        variables: The trainable variables.
+        strategy: The strategy that they were made under.
+        num_terms: How many terms the loss has.
     """
 
     def __init__(self, variables: Sequence[Any], strategy: tf.distribute.Strategy, num_terms: int = 1) -> None:
@@ -40,7 +130,7 @@ class Sums(tf.Module):
             """How often the optimizer had stepped when the window was opened."""
             self.has_gradient = tf.Variable(tf.zeros([len(variables)], tf.bool), trainable=False, name="has_gradient")
         self.graphs = Graphs()
-        """Those that use these variables, and are gone with them."""
+        """The graphs that use these variables; they go with them."""
         self._added: set[int] = set()
         self._in_graphs: set[int] = set()
 
@@ -54,8 +144,12 @@ class Sums(tf.Module):
     def fits(self, variables: Sequence[Any], num_terms: int) -> bool:
         return self._ids == tuple(map(id, variables)) and self.losses.shape == [num_terms]
 
+    def begin(self) -> None:
+        """Across replicas, in eager code: what is added from now on is one micro-batch."""
+        self.count.assign(~self.num_whole())
+
     def add(self, found: Sequence[Gradient], weight: tf.Tensor, losses: tf.Tensor) -> None:
-        """On a replica: gradients that are multiplied by their weight already."""
+        """On a replica: adds gradients and losses that are multiplied by their share already."""
         for k, (g, total) in enumerate(zip(found, self.gradients, strict=True)):
             if g is None:
                 continue
@@ -67,21 +161,12 @@ class Sums(tf.Module):
         self.weight.assign_add(weight)
         self.losses.assign_add(losses)
 
-    def began(self) -> None:
-        """Across replicas, in eager code: what is added from now on is one micro-batch."""
-        self.count.assign(~self.num_whole())
+    def end(self, num_steps: tf.Tensor | None = None) -> None:
+        """Across replicas: counts what was added since `begin` as one micro-batch.
 
-    def is_whole(self) -> bool:
-        """In eager code: whether no micro-batch was added in part, as if an exception came in between."""
-        return int(self.count.numpy()) >= 0
-
-    def num_whole(self) -> int:
-        """In eager code: how many micro-batches there are, without one that was added in part."""
-        count = int(self.count.numpy())
-        return count if count >= 0 else ~count
-
-    def counted(self, num_steps: tf.Tensor | None = None) -> None:
-        """Across replicas: what was added on each is one micro-batch, when the optimizer had stepped so often."""
+        Args:
+            num_steps: How often the optimizer has stepped.
+        """
         count = self.num_whole() if tf.executing_eagerly() else tf.identity(self.count)
         if num_steps is not None:
             self.opened_at.assign(tf.where(tf.equal(count, 0), num_steps, self.opened_at))
@@ -91,6 +176,15 @@ class Sums(tf.Module):
             self._in_graphs |= self._added
         self._added.clear()
 
+    def is_whole(self) -> bool:
+        """In eager code: whether every `begin` had its `end`. An exception may have come in between."""
+        return int(self.count.numpy()) >= 0
+
+    def num_whole(self) -> int:
+        """In eager code: how many micro-batches there are, without one that was added in part."""
+        count = int(self.count.numpy())
+        return count if count >= 0 else ~count
+
     def present(self) -> list[int]:
         """The variables that got a gradient in this window; in a graph, those that it is to be made for."""
         with tf.init_scope():  # the window may be older than the graph
@@ -98,16 +192,15 @@ class Sums(tf.Module):
         return sorted(found if tf.executing_eagerly() else found | self._in_graphs)
 
     def read(self, present: Collection[int]) -> tuple[list[Gradient], tf.Tensor, tf.Tensor]:
-        """On a replica: gradients, weight and losses, added up over all of them, in one go."""
+        """On a replica: gradients, weight and losses, reduced over all replicas."""
         is_present = [k in present for k in range(len(self.gradients))]
         is_as_made = tf.reduce_all(tf.equal(self.has_gradient, is_present))
         with tf.control_dependencies([tf.debugging.Assert(is_as_made, [OTHER_VARIABLES])]):
             own = [tf.identity(v) if there else None for v, there in zip(self.gradients, is_present, strict=True)]
             weight, losses = tf.identity(self.weight), tf.identity(self.losses)
-        if not replicas.is_shared():
-            return own, weight, losses
-        added, (weight, losses) = reduced(own, [weight, losses])
-        return added, weight, losses
+        if replicas.is_shared():
+            own, (weight, losses) = replicas.reduce(own, [weight, losses])
+        return own, weight, losses
 
     def clear(self) -> None:
         """On a replica."""
@@ -115,7 +208,7 @@ class Sums(tf.Module):
             v.assign(tf.zeros(v.shape, v.dtype))
 
     def cleared(self) -> None:
-        """Across replicas: after `clear` on each of them."""
+        """Across replicas, after `clear` on each of them."""
         self.count.assign(0)
         self.has_gradient.assign(tf.zeros_like(self.has_gradient))
         self._added.clear()

@@ -1,4 +1,4 @@
-"""The whole job: train over a stream of micro-batches."""
+"""The whole training loop in one call."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 from ..core.history import History
 from ..core.train import check_one_way, run_epochs
 from ..core.window import AccumulationSteps
-from .accumulator import Accumulator, Loss
+from .accumulator import Accumulator
+from .backward import Loss
 
 
 def train_with_accumulation(
@@ -20,24 +21,31 @@ def train_with_accumulation(
     micro_batch_size: int | None = None,
     **options: Any,
 ) -> History:
-    """Trains on windows of micro-batches, or on batches, and returns the history.
+    """Trains for some epochs and returns the history. With `accumulation_steps` it replaces the loop
 
-    Stands for
-
+        accumulator = Accumulator(model, optimizer, loss)
         for epoch in range(epochs):
-            for window in windows(data, accumulation_steps):
-                accumulator.step(window)
+            for window in windows(data, accumulation_steps):    # data yields micro-batches
+                history.append(accumulator.step(window))
 
-    where `data` gives micro-batches; or, with `micro_batch_size` in place of `accumulation_steps`, where it gives the
-    batches that you want, for
+    and with `micro_batch_size` the loop
 
+        accumulator = Accumulator(model, optimizer, loss, micro_batch_size)
         for epoch in range(epochs):
-            for batch in data:
-                accumulator.step(batch)
+            for batch in data:                                  # data yields the batches that you want
+                history.append(accumulator.step(batch))
 
-    The accumulator gets the other options: `weight`, `clip_norm` and so on. `data` has to give the same again each
-    time it is iterated: a list, a tf.data.Dataset, not a generator. With on_nonfinite="stop" the run ends with the
-    first step that is not finite.
+    Args:
+        model: A model of Keras, or a tf.Module with `trainable_variables`.
+        data: Micro-batches or batches, the same ones each time it is iterated: a list or a tf.data.Dataset, not a
+            generator.
+        optimizer: An optimizer of Keras, tf_keras or tf.compat.v1.train.
+        loss: `loss(model, micro_batch)` returns the mean over the micro-batch.
+        accumulation_steps: The number of micro-batches in a window, or a function of the step number.
+        epochs: How often to iterate over the data.
+        micro_batch_size: The number of samples in a micro-batch, in place of `accumulation_steps`.
+        **options: The other options of `Accumulator`: the weight, clipping and so on. If the accumulator stops at a
+            step that is not finite, that step is the last of the history.
     """
     check_one_way(accumulation_steps, micro_batch_size)
     accumulator = Accumulator(model, optimizer, loss, micro_batch_size, **options)

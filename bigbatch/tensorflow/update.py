@@ -1,53 +1,84 @@
-"""What ends a window: the gradient of the whole batch is checked, clipped and applied, once."""
+"""The end of a window: the gradient of the whole batch is checked, clipped and applied, once."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from ..core.errors import LossError
+from ..core.exclusive import Exclusive
 from ..core.options import Option, check_clip
 from ..core.step import Step
 from ..core.weight import Reduction, from_terms
-from . import checks, gradients
-from . import exclusive as users
-from .checks import WEIGHT
-from .distributed import replicas
+from . import gradients
 from .gradients import Gradient
 from .internals import is_for_xla
-from .nonfinite import Outcome
+from .layers import warn_of_batch_norms
+from .nonfinite import SkippedSteps
 from .optimizer import Optimizer
+from .sums import Summed
+from .weight import WEIGHT
 
-SKIPPED = "bigbatch: a step was skipped, since its gradient is not finite; no variable was changed"
+_SKIPPED = "bigbatch: a step was skipped, since its gradient is not finite; no variable was changed"
+
+
+class Result(NamedTuple):
+    """What a step did, as tensors."""
+
+    losses: tf.Tensor
+    total: tf.Tensor
+    norm: tf.Tensor
+    is_applied: tf.Tensor
+    num_micro_batches: tf.Tensor
+    record: tf.Tensor | None = None
+    """Of the steps that were skipped; see nonfinite.py."""
 
 
 class Update(tf.Module):
-    """One step of the optimizer; the same on all replicas."""
+    """Makes one step of the optimizer with the finished gradient; the same on all replicas.
+
+        result = update(summed)
+
+    stands for
+
+        gradients, norm = tf.clip_by_global_norm(gradients, clip_norm)
+        if tf.math.is_finite(norm):
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+    Args:
+        model: Its trainable variables are changed.
+        optimizer: What is stepped.
+        strategy: The strategy of the model.
+        reduction: "mean" or "sum".
+        skipped_steps: Records steps that are not finite.
+        exclusive: Is told that the variables have changed.
+        clip_norm: The largest norm of the gradient; None for any.
+        clip_value: The largest value in the gradient; None for any.
+    """
 
     clip_norm, clip_value = Option(check_clip), Option(check_clip)
 
     def __init__(
         self,
         model: Any,
-        optimizer: Any,
+        optimizer: Optimizer,
         strategy: tf.distribute.Strategy,
         reduction: Reduction,
+        skipped_steps: SkippedSteps,
+        exclusive: Exclusive,
+        *,
         clip_norm: float | None,
         clip_value: float | None,
-        outcome: Outcome,
     ) -> None:
         super().__init__(name="update")
-        self.model = model
-        self.strategy = strategy
-        self.reduction: Reduction = reduction
-        self.clip_norm = clip_norm
-        self.clip_value = clip_value
-        self.outcome = outcome
-        self.optimizer = Optimizer(optimizer, strategy)
+        self.clip_norm, self.clip_value = clip_norm, clip_value
         self.is_ready = False
-        self._held = users.Held()
+        self._model = model
+        self._optimizer = optimizer
+        self._strategy = strategy
+        self._reduction: Reduction = reduction
+        self._skipped_steps = skipped_steps
+        self._exclusive = exclusive
         with strategy.scope():
             self.num_steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="num_steps")
             """How many windows are done, applied or not."""
@@ -56,99 +87,77 @@ class Update(tf.Module):
         """Makes what no graph can make: the optimizer's variables."""
         if self.is_ready:
             return
-        self.optimizer.check_knows(self.model.trainable_variables)
+        self._optimizer.check_knows(self._model)
         self.is_ready = True
-        is_keras = self.optimizer.kind == "keras"
-        with self.strategy.scope():
-            self.optimizer.build(self.model.trainable_variables if is_keras else self.variables_now())
-        checks.tell_batch_norm(self.model)
+        with tf.init_scope(), self._strategy.scope():
+            self._optimizer.build(self._model)
+        warn_of_batch_norms(self._model)
 
-    def variables_now(self) -> list[Any]:
-        """What is trained now, as TensorFlow's variables."""
-        return [replicas.as_tf_variable(v) for v in self.model.trainable_variables]
+    def __call__(self, summed: Summed, *, is_loss_checked: bool = True) -> Result:
+        """Applies the gradient if it is finite and counts anything; across replicas.
 
-    @contextmanager
-    def alone(self, replica: int | None = None) -> Iterator[None]:
-        """Keeps others away from the model and the optimizer, on one replica or on all of them."""
-        every = range(self.strategy.num_replicas_in_sync)
-        variables = self.variables_now()
-        with users.alone([self.model, self.optimizer.optimizer, *variables], every if replica is None else [replica]):
-            self._held.variables = variables
-            yield
-
-    def finished(self, found: list[Gradient], total: tf.Tensor) -> tuple[Any, ...]:
-        """On a replica: the gradient of the whole batch, checked and clipped; the same on all of them."""
-        if all(g is None for g in found):
-            raise LossError("the loss reached none of the model's trainable variables: compute it with the model")
-        unit = tf.cast(self.optimizer.scale(), WEIGHT)
-        norm = gradients.norm(found) / unit
-        has_weight = tf.reduce_any(total > 0) | (self.reduction == "sum")
-        found = gradients.clipped(found, norm, self.clip_norm, self.clip_value, unit)
-        return found, norm, tf.math.is_finite(norm), has_weight
-
-    def applied(
-        self,
-        found: Any,
-        norm: Any,
-        is_finite: Any,
-        has_weight: Any,
-        losses: Any,
-        total: Any,
-        num: Any,
-        *,
-        is_loss_known: bool = True,
-    ) -> tuple[Any, ...]:
-        """Across replicas: the step, if the gradient is finite and counts anything.
-
-        Where the user wants to hear of it, so must be the loss.
+        Args:
+            summed: What the window adds up to, on each replica.
+            is_loss_checked: Whether the loss must be finite, too, if the policy says so.
         """
+        skipped_steps, is_scaling = self._skipped_steps, self._optimizer.is_scaling
+        clipped, *others = self._strategy.run(self._clip, args=(summed.gradients, summed.total))
         norm, is_finite, has_weight, losses, total, num = (
-            self.strategy.experimental_local_results(value)[0]
-            for value in (norm, is_finite, has_weight, losses, total, num)
+            self._strategy.experimental_local_results(value)[0] for value in (*others, *summed[1:])
         )
-
-        is_scaling, outcome = self.optimizer.is_scaling, self.outcome
-        if outcome.on_nonfinite != "skip" and is_loss_known and not is_scaling:
+        if is_loss_checked and skipped_steps.policy.needs_finite_loss and not is_scaling:
             is_finite &= tf.reduce_all(tf.math.is_finite(losses))
 
-        def on_replica(found: Any) -> None:
-            variables = self.model.trainable_variables if self.optimizer.kind == "keras" else self.variables_now()
-            self.optimizer.apply(found, variables)
-
         def apply() -> None:
-            with self.optimizer.reduced_already():
-                self.strategy.run(on_replica, args=(found,))
+            with self._optimizer.reduced_already():
+                self._strategy.run(lambda found: self._optimizer.apply(found, self._model), args=(clipped,))
             if is_scaling:
-                tf.cond(is_finite, outcome.went_well, note)
+                tf.cond(is_finite, skipped_steps.applied, record)
             else:
-                outcome.went_well()
+                skipped_steps.applied()
 
-        def note() -> None:
-            first = self.strategy.run(gradients.first_not_finite, args=(found,))
-            outcome.went_wrong(self.num_steps + 1, self.strategy.experimental_local_results(first)[0])
+        def record() -> None:
+            first = self._strategy.run(gradients.first_not_finite, args=(clipped,))
+            skipped_steps.skipped(self.num_steps + 1, self._strategy.experimental_local_results(first)[0])
 
-        def leave_out() -> None:
-            note()
-            if outcome.on_nonfinite != "raise" and not is_for_xla():
-                tf.print(SKIPPED, output_stream=sys.stderr)
+        def skip() -> None:
+            record()
+            if not skipped_steps.policy.raises and not is_for_xla():
+                tf.print(_SKIPPED, output_stream=sys.stderr)
 
         # an optimizer that scales the loss must see what is not finite, to lower its scale
         tf.cond(
             has_weight & (is_finite | is_scaling),
             apply,
-            lambda: tf.cond(has_weight, leave_out, outcome.had_no_weight),
+            lambda: tf.cond(has_weight, skip, skipped_steps.without_weight),
         )
         self.num_steps.assign_add(1)
-        return losses, total, norm, has_weight & is_finite, num, tf.identity(outcome.record)
+        return Result(losses, total, norm, has_weight & is_finite, num, tf.identity(skipped_steps.record))
 
-    def check(self, found: Any) -> None:
-        """In eager code: looks at what `applied` returned, and raises or stops if the user wants it."""
-        if self.outcome.tell(found[-1], lambda: self.model.trainable_variables, self.optimizer.is_scaling):
-            users.changed(self._held.variables)
+    def _clip(self, found: list[Gradient], total: tf.Tensor) -> tuple[Any, ...]:
+        """On a replica: the clipped gradient, its norm before, whether that is finite, and whether anything counts."""
+        if all(g is None for g in found):
+            raise LossError("the loss reached none of the model's trainable variables: compute it with the model")
+        loss_scale = self._optimizer.scaled(tf.ones([], WEIGHT))
+        norm = gradients.norm(found) / loss_scale
+        if self.clip_norm is not None:
+            found = gradients.clipped_by_norm(found, norm, self.clip_norm)
+        if self.clip_value is not None:
+            found = gradients.clipped_by_value(found, self.clip_value, loss_scale)
+        has_weight = tf.reduce_any(total > 0) | (self._reduction == "sum")
+        return found, norm, tf.math.is_finite(norm), has_weight
 
-    def told(self, found: Any, micro_batch_size: int | None = None) -> Step:
-        """What `applied` returned, for the user."""
-        losses, total, norm, is_applied, num, *_ = found
+    def step(self, result: Result, micro_batch_size: int | None = None) -> Step:
+        """In eager code: what was done, for the user; raises or stops first if a step was skipped and they want that.
+
+        Args:
+            result: What the update returned.
+            micro_batch_size: The size of the largest micro-batch, if it is known.
+        """
+        losses, total, norm, is_applied, num, record = result
+        is_scaling = self._optimizer.is_scaling
+        if record is not None and self._skipped_steps.report(record, self._model, is_scaling=is_scaling):
+            self._exclusive.changed()
         return Step(
             terms=lambda: tuple(map(float, losses)),
             weight=lambda: from_terms(tuple(map(float, total))),
@@ -156,5 +165,5 @@ class Update(tf.Module):
             num_micro_batches=lambda: int(num),
             micro_batch_size=micro_batch_size,
             is_applied=lambda: bool(is_applied),
-            reduction=self.reduction,
+            reduction=self._reduction,
         )

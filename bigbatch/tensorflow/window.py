@@ -1,220 +1,152 @@
-"""A whole window as one graph: cut, loop, add up, and reduce over replicas once."""
+"""A window that is fed one micro-batch at a time, and may outlive a call: its sums are in variables."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
-from ..core.errors import WeightError
-from ..core.weight import Reduction, Terms, as_terms, check_weight
-from . import batch as nest
-from . import gradients, loop, memory
-from .checks import WEIGHT, added_up, checked, checked_loss
+from ..core.errors import GradientError, OrderError
+from ..core.options import Option, check_steps, positive
+from ..core.weight import Reduction, is_number, share
+from ..core.window import AccumulationSteps, steps_at
+from . import checks, gradients
 from .distributed import replicas
-from .distributed.one_replica import Share, one_replica
-from .gradients import Gradient
 from .internals import converted
-from .loop_sums import is_kept_sparse, sums_for
 from .optimizer import Optimizer
+from .sums import Summed, Sums
+from .weight import where
+
+_BAD_STEPS = "accumulation_steps(step) is less than 1: return a whole number of at least 1"
 
 
-class Total(NamedTuple):
-    """What a window adds up to, over all its micro-batches and all replicas."""
+class PartialWindow(tf.Module):
+    """What a window has so far: of `add()`, or of `step()` with a window of micro-batches.
 
-    gradients: list[Gradient]
-    losses: tf.Tensor
-    weights: tf.Tensor
-    num_micro_batches: tf.Tensor
+    Gradients are added up times their share. If the total weight W is known, that is w / W. `add()` does not know it,
+    so there the reference is 1: gradients are added up times w, and divided by W at the end.
 
-
-class WindowGraph:
-    """The graph of a window over one kind of batch, on one replica.
-
-    for each micro-batch:                                  # tf.while_loop
-        weights += weight(micro_batch)
-    for each micro-batch:                                  # tf.while_loop
-        sums += gradient of (w_k / W) * loss(micro_batch)
-    sums = all_reduce(sums)                                # once, if there are several replicas
+    Args:
+        model: Its trainable variables have the sums.
+        optimizer: What steps.
+        strategy: The strategy of the model.
+        reduction: "mean" or "sum".
+        accumulation_steps: How many micro-batches a window has that is fed by `add()`.
     """
+
+    accumulation_steps = Option(check_steps)
 
     def __init__(
         self,
-        layout: nest.Layout,
-        loss: Callable[[Any], Any],
-        weight: Callable[[Any], Any] | None,
-        reduction: Reduction,
-        variables: Callable[[], list[Any]],
+        model: Any,
         optimizer: Optimizer,
-        jit_compile: bool,
+        strategy: tf.distribute.Strategy,
+        reduction: Reduction,
+        accumulation_steps: AccumulationSteps | None,
     ) -> None:
-        self.layout = layout
-        self.loss = loss
-        self.weight = weight
-        self.reduction = reduction
-        self.variables = variables
-        self.optimizer = optimizer
-        self.jit_compile = jit_compile
-        self.is_share_used = False
-        """Whether the loss asked for its share of the whole batch; known when it is traced."""
-        self.micro = tf.function(self._micro, jit_compile=jit_compile or None, autograph=False)
-        self.micro_apart = tf.function(self._micro_apart, jit_compile=jit_compile or None, autograph=False)
+        super().__init__(name="window")
+        self.accumulation_steps = accumulation_steps
+        self._model = model
+        self._optimizer = optimizer
+        self._strategy = strategy
+        self._reduction: Reduction = reduction
+        self._sums: Sums | None = None
+        self._seen: int | None = None
+        """How often the variables had been changed when the window was opened."""
 
-    def over(self, tensors: Sequence[Any], micro_batch_size: int) -> Total:
-        """Cuts the batch and adds up."""
-        batch_size = loop.num_samples(tensors)
-        num = -(-batch_size // micro_batch_size)
-        sizes = tf.minimum(micro_batch_size, batch_size - tf.range(num) * micro_batch_size)
-        weights = self._weights(tensors, micro_batch_size, num, sizes)
-        totals = tf.reduce_sum(weights, 0)
-        num_terms = weights.shape[1]
-        traced = self.micro.get_concrete_function(list(map(nest.any_size, tensors)), tf.TensorSpec([num_terms], WEIGHT))
-        # Terms that have totals of their own are mixed in the sums, so the totals must be known before; a loss may ask
-        # for its share of the batch, too. Otherwise the total can follow with the gradients: one reduction fewer.
-        is_total_first = num_terms > 1 or self.is_share_used
-        if is_total_first and replicas.is_shared():
-            totals = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, totals)
-        sums, losses = self._loop(tensors, micro_batch_size, num, self.scales(weights, totals), traced)
-        if not replicas.is_shared():
-            return Total(sums, losses, totals, num)
-        if is_total_first or self.reduction == "sum":
-            sums, (losses, number) = reduced(sums, [losses, tf.cast(num, WEIGHT)])
-            return Total(sums, losses, totals, tf.cast(number, tf.int32))
-        sums, (losses, number, total) = reduced(
-            gradients.scaled(sums, totals[0]), [losses * totals, tf.cast(num, WEIGHT), totals]
-        )
-        inverse = tf.math.divide_no_nan(tf.ones([], WEIGHT), total[0])
-        return Total(gradients.scaled(sums, inverse), losses * inverse, total, tf.cast(number, tf.int32))
+    def num_micro_batches(self) -> int:
+        """In eager code: how many there are so far."""
+        return 0 if self._sums is None else self._sums.num_whole()
 
-    def scales(self, weights: tf.Tensor, totals: tf.Tensor) -> tf.Tensor:
-        """As in core/weight.py: w_k / W, and zero where W is."""
-        return tf.ones_like(weights) if self.reduction == "sum" else tf.math.divide_no_nan(weights, totals)
+    def num_wanted(self, step: tf.Variable) -> tf.Tensor:
+        """How many micro-batches the window has that ends with this step."""
+        steps: Any = self.accumulation_steps
+        if callable(steps) and tf.executing_eagerly():
+            steps = steps_at(steps, int(step.numpy()))
+        elif callable(steps):
+            steps = converted(steps, step)
+        if is_number(steps):
+            return tf.constant(positive("accumulation_steps(step)", steps))
+        with tf.control_dependencies([tf.debugging.Assert(steps >= 1, [_BAD_STEPS])]):
+            return tf.cast(steps, tf.int32)
 
-    def weight_of(self, tensors: Sequence[Any]) -> tf.Tensor:
-        """The weight of one micro-batch, term by term."""
-        if self.weight is None:
-            return tf.cast(loop.num_samples(tensors), WEIGHT)[None]
-        found = as_terms(converted(self.weight, self.layout.pack(tensors)))
-        if not found:
-            raise WeightError("the weight has 0 terms: return a number, or one for each term of the loss")
-        check_weight(tuple(w for w in found if not tf.is_tensor(w)), of="a micro-batch")
-        # tf.cast takes a plain number through float32
-        pairs = [added_up(w if tf.is_tensor(w) else tf.constant(w, WEIGHT)) for w in found]
-        return checked(tf.stack([added for added, _ in pairs]), tf.reduce_all([is_good for _, is_good in pairs]))
+    @property
+    def sums(self) -> Sums:
+        """Those of the window that is open."""
+        return self.sums_for(1) if self._sums is None else self._sums
 
-    def _weights(self, tensors: Sequence[Any], micro_batch_size: int, num: Any, sizes: tf.Tensor) -> tf.Tensor:
-        """A row for each micro-batch, with a column for each term."""
-        if self.weight is None:
-            return tf.cast(sizes, WEIGHT)[:, None]
-        num_terms = self._num_terms(tensors)
+    def sums_for(self, num_terms: int) -> Sums:
+        """Sums for the variables that are trainable now, and for a loss of so many terms."""
+        variables = replicas.trainable(self._model)
+        checks.check_trainable(self._model, is_called=False)
+        if self._sums is None or not self._sums.fits(variables, num_terms):
+            with tf.init_scope():
+                if self._sums is not None and self.num_micro_batches():
+                    raise OrderError(
+                        f"the trainable variables changed in the middle of a window ({len(self._sums.gradients)} then, "
+                        f"{len(variables)} now): call flush() before that"
+                    )
+                self._optimizer.check_knows(self._model)
+                self._sums = Sums(variables, self._strategy, num_terms)
+        return self._sums
 
-        def add(k: tf.Tensor, micro_batch: list[Any], rows: tf.TensorArray) -> tf.TensorArray:
-            return rows.write(k, self.weight_of(micro_batch))
+    def end_micro_batch(self) -> None:
+        """Across replicas: counts what each of them has added as one micro-batch."""
+        self.sums.end(self._optimizer.num_steps())
 
-        rows = tf.TensorArray(WEIGHT, size=num, element_shape=[num_terms])
-        rows = loop.plain(add, rows, tensors, micro_batch_size, at_once=1)
-        return tf.reshape(rows.stack(), [-1, num_terms])
+    def check_whole(self) -> None:
+        """Across replicas, in eager code: drops the window if a micro-batch was added in part (Ctrl-C).
 
-    def _num_terms(self, tensors: Sequence[Any]) -> int:
-        weigh = tf.function(lambda tensors: self.weight_of(tensors), autograph=False)
-        return int(weigh.get_concrete_function(list(map(nest.any_size, tensors))).structured_outputs.shape[0])
-
-    def _loop(
-        self, tensors: Sequence[Any], micro_batch_size: int, num: Any, scales: tf.Tensor, traced: Any
-    ) -> tuple[list[Gradient], tf.Tensor]:
-        variables = self.variables()
-        like = traced.structured_outputs[1]
-        is_dense = all(isinstance(t, tf.Tensor) for t in tensors) and not any(map(is_kept_sparse, like, variables))
-        is_compiled = self.jit_compile and is_dense and loop.is_good_for_xla(traced.graph)
-        sums = sums_for(like, variables, num)
-
-        def add(k: tf.Tensor, micro_batch: list[Any], carry: Any) -> Any:
-            losses, states = carry
-            scale = tf.gather(scales, k)
-
-            def count(micro: Any) -> tuple[Any, ...]:
-                found, each = micro(micro_batch, scale)
-                return losses + found, {p: one.add(states[p], k, each[p]) for p, one in sums.items()}
-
-            if self.weight is None:
-                return count(self.micro)
-            return self.counted(scale, count, lambda: (losses, {p: one.skip(states[p], k) for p, one in sums.items()}))
-
-        def start() -> tuple[Any, ...]:
-            return tf.zeros(scales.shape[1:], WEIGHT), {p: one.start() for p, one in sums.items()}
-
-        if is_compiled:
-            losses, states = loop.for_xla(add, start, tensors, micro_batch_size)
-        else:
-            at_once = memory.num_side_by_side(traced.graph, micro_batch_size)
-            losses, states = loop.plain(add, start(), tensors, micro_batch_size, at_once)
-        return [sums[p].finished(states[p]) if p in sums else None for p in range(len(variables))], losses
-
-    def counted(self, scale: tf.Tensor, count: Callable[[Any], Any], nothing: Callable[[], Any]) -> Any:
-        """`count` with the pass that fits. What counts nothing is left out: its mean over nothing may be 0/0."""
-
-        def some() -> Any:
-            if scale.shape[0] == 1:
-                return count(self.micro)
-            return tf.cond(tf.reduce_all(scale > 0), lambda: count(self.micro), lambda: count(self.micro_apart))
-
-        return tf.cond(tf.reduce_any(scale > 0), some, nothing)
-
-    def _micro(self, tensors: Sequence[Any], scale: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
-        """The scaled losses of one micro-batch, and the gradient of their sum.
-
-        The scale enters as the gradient that the tape starts from, which saves the multiplication and its gradient.
+        If it was the first of its window, nothing else is lost, and nothing is raised.
         """
-        with tf.GradientTape() as tape:
-            terms = self._terms(tensors, scale)
-        # a scale is rounded in float16 and bfloat16, so there the wide gradient is scaled in place of the loss
-        is_late = len(terms) == 1 and terms[0].dtype != gradients.wide_dtype(terms[0].dtype)
-        seeds = self.optimizer.scaled(tf.ones_like(scale) if is_late else scale)
-        seeds = [tf.cast(seed, term.dtype) for seed, term in zip(tf.unstack(seeds), terms, strict=True)]
-        variables = self.variables()
-        found = tape.gradient(terms, variables, output_gradients=seeds)
-        found = [gradients.widened(g, v.shape) for g, v in zip(found, variables, strict=True)]
-        return scaled_losses(terms, scale), gradients.scaled(found, scale[0]) if is_late else found
+        if self._sums is None or self._sums.is_whole():
+            return
+        count = self.num_micro_batches()
+        self.clear()
+        if count:
+            raise OrderError(
+                f"add() was interrupted when its window had {count} micro-batches, so a part of the next one may have "
+                "been added, and the window was dropped: feed its micro-batches again"
+            )
 
-    def _terms(self, tensors: Sequence[Any], scale: tf.Tensor) -> Terms:
-        """The losses of one micro-batch, as means over it."""
-        share = Share(scale[0] if scale.shape[0] == 1 else None)
-        with one_replica(share):
-            found = as_terms(converted(self.loss, self.layout.pack(tensors)))
-        self.is_share_used |= share.is_used
-        return checked_loss(found, scale.shape[0])
+    def check_unchanged(self, now: int) -> None:
+        """Across replicas, in eager code: drops the window if something else changed the variables since it began.
 
-    def _micro_apart(self, tensors: Sequence[Any], scale: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
-        """The same with a gradient for each term, where one of them counts nothing and may be 0/0."""
-        with tf.GradientTape(persistent=True) as tape:
-            terms = self._terms(tensors, scale)
-        variables = self.variables()
-        sums: list[Gradient] = [None] * len(variables)
-        seeds = tf.unstack(self.optimizer.scaled(tf.ones_like(scale)))
-        for term, seed, each in zip(terms, seeds, tf.unstack(scale), strict=True):
-            found = tape.gradient(term, variables, output_gradients=tf.cast(seed, term.dtype))
-            found = [gradients.widened(g, v.shape) for g, v in zip(found, variables, strict=True)]
-            found = gradients.weighted(found, each)
-            sums = [gradients.added(*pair) for pair in zip(sums, found, strict=True)]
-        return scaled_losses(terms, scale), sums
+        Args:
+            now: How often they have been changed.
+        """
+        count = self.num_micro_batches()
+        if not count or self._seen is None:
+            self._seen = now
+        opened_at = int(self.sums.opened_at.numpy())
+        if count and (self._seen != now or opened_at not in (-1, int(self._optimizer.num_steps()))):
+            self.clear()
+            raise OrderError(
+                f"the variables were changed by another step in the middle of a window of {count} micro-batches, whose "
+                "gradient would be that of two models, so the window was dropped: flush() before anything else steps"
+            )
 
+    def summed(self, total: tf.Tensor | None = None) -> Summed:
+        """Across replicas: what the window adds up to, on each replica.
 
-def scaled_losses(terms: Sequence[tf.Tensor], scale: tf.Tensor) -> tf.Tensor:
-    return tf.math.multiply_no_nan(tf.stack([tf.cast(term, WEIGHT) for term in terms]), scale)
+        Args:
+            total: The total weight, if gradients were multiplied by w / W. None if they were multiplied by w.
+        """
+        present = self.sums.present()
+        if total is None and not present:
+            raise GradientError("no variable got a gradient in this window: compute the loss with the model")
 
+        def on_replica() -> Summed:
+            found, weight, losses = self.sums.read(present)
+            if total is None and self._reduction == "mean":
+                rest = share(1.0, weight, where)
+                found, losses = gradients.scaled(found, rest), losses * rest
+            return Summed(found, losses, weight[None] if total is None else total, tf.identity(self.sums.count))
 
-def reduced(sums: Sequence[Gradient], others: list[tf.Tensor]) -> tuple[list[Gradient], list[tf.Tensor]]:
-    """Gradients and other tensors added up over all replicas, in one go for each dtype of gradients.
+        summed: Summed = self._strategy.run(on_replica)
+        return summed
 
-    What is packed together must be of one dtype, so the others travel in the widest that gradients have.
-    """
-    present = [k for k, g in enumerate(sums) if g is not None]
-    dtypes = sorted({sums[k].dtype for k in present}, key=lambda dtype: dtype.size)
-    context = tf.distribute.get_replica_context()
-    found: list[Gradient] = [None] * len(sums)
-    for dtype in dtypes:
-        places = [k for k in present if sums[k].dtype == dtype]
-        along = [tf.cast(other, dtype) for other in others] if dtype is dtypes[-1] else []
-        added = context.all_reduce(tf.distribute.ReduceOp.SUM, [*(gradients.dense(sums[k]) for k in places), *along])
-        for k, g in zip(places, added, strict=False):
-            found[k] = g
-    return found, [tf.cast(value, WEIGHT) for value in added[len(places) :]]
+    def clear(self) -> None:
+        """Across replicas: leaves nothing of the window."""
+        self._strategy.run(self.sums.clear)
+        self.sums.cleared()
+        if tf.executing_eagerly():
+            self._seen = None

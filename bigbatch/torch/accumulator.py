@@ -1,24 +1,23 @@
 """The accumulator: cut, accumulate, reduce, clip, apply."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from ..core.errors import BatchError, Interrupted, OptionError, OrderError
-from ..core.exclusive import Exclusive
+from ..core.errors import Interrupted, OptionError, StateError
 from ..core.nonfinite import NonFinite, OnNonFinite
 from ..core.options import Fixed, Option, OptionOf, check_callable, check_size, check_steps
 from ..core.step import Step
-from ..core.weight import Reduction, Terms, Weights, as_terms, check_reduction, check_weight, has_weight, shares, totals
-from ..core.window import AccumulationSteps, Window, steps_at
-from . import batch as nest
+from ..core.weight import Reduction, Terms, Weights, as_terms, check_reduction, check_weight, has_weight, totals
+from ..core.window import AccumulationSteps, steps_at
 from . import checks
-from . import sums as arithmetic
-from .backward import Backward, Loss, check_loss, is_low, times, values_of
+from .backward import Backward, Loss
+from .batch import is_empty
 from .capture.capture import capture_for
 from .capture.optimizer import CapturedOptimizer
 from .distributed.detect import ranks_of
@@ -26,12 +25,12 @@ from .distributed.ranks import Reduce
 from .distributed.totals import Agreed, LocalCounts, Totals
 from .gradients import GradientBuffer, Gradients
 from .precision import Precision
-from .state import SavedState, packed, window_state
+from .state import SavedState, packed
 from .sums import Sums
 from .transfer import transfer_for
 from .update import Losses, Update
 from .verify.time_major import TimeAxis
-from .window import Cut, MicroBatch, PartialWindow, Shares, Weight, check_weights, on_host, read, weigh, where
+from .window import Cut, MicroBatch, PartialWindow, Shares, Weight, on_host, read
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -131,7 +130,7 @@ class Accumulator:
         self.reduction, self.precision, self.accumulate_dtype = reduction, precision, accumulate_dtype
         self.capture, self.group, self.reduce = capture, group, reduce
         self._gradients = Gradients(optimizer, {p: name for name, p in model.named_parameters()}, accumulate_dtype)
-        self._exclusive = Exclusive(self._gradients.held)
+        self._exclusive = self._gradients.exclusive
         parameters = self._gradients.parameters
         self._precision = Precision(precision, scaler, parameters, self._gradients.is_widened)
         self.scaler = self._precision.scaler
@@ -143,7 +142,6 @@ class Accumulator:
             self._precision,
             self._ranks,
             self._nonfinite,
-            self._exclusive,
             reduction,
             clip_norm=clip_norm,
             clip_value=clip_value,
@@ -151,7 +149,7 @@ class Accumulator:
         )
         self._transfer = transfer_for(parameters)
         self._time_axis = TimeAxis(model, can_run_twice=not self._ranks.is_shared)
-        self._eager = Backward(model, self._precision, self._ranks, self._transfer, self._time_axis)
+        self._eager = Backward(model, self._gradients, self._precision, self._ranks, self._transfer, self._time_axis)
         self._captured = capture_for(capture, model, loss, self._gradients, self._eager, self._ranks)
         if self._captured is not None:
             pool = self._captured.pool
@@ -160,7 +158,7 @@ class Accumulator:
         self._batch_norms = checks.batch_norm_modules(model)
         self._has_warned_of_batch_norm = False
         self._window: PartialWindow | None = None
-        """What `micro_batch()` has fed, or what an interrupted `step()` has done."""
+        """The open window of `micro_batch()`, or what an interrupted `step()` has done."""
         self.is_interrupted = False
         """Whether `interrupt` was called and nothing has stopped yet."""
 
@@ -186,133 +184,110 @@ class Accumulator:
             batch: A nest of tensors, which is cut along its leading axis, or a `Window` of micro-batches.
         """
         with self._exclusive.hold("step()"):
-            self._check_before("step()", "batch")
-            cut, window = self._begin(batch)  # micro-batches and their weights; what an interrupted step has done
-            agreed = self._ranks.agree(cut.counts())  # the total weight of all ranks
+            cut, window, counts = self._begin(batch)  # micro-batches with their weights; what is done of them
+            agreed = self._ranks.agree(counts)  # the total weight W of all ranks
             num_done = len(window.losses)
             try:
                 sums, losses = self._accumulate(cut, window, agreed)  # forward and backward of each; reduced once
                 return self._update(sums, losses, agreed(), cut.size)  # unscale, check, clip, optimizer, schedule
             except Exception as error:
-                if num_done and not isinstance(error, Interrupted):
-                    error.add_note("bigbatch: what the interrupted step had is dropped; step() begins the batch anew")
-                if isinstance(error, ValueError) and (explained := checks.one_sample_explained(error, cut.sizes)):
-                    raise explained from error
+                cut.explain(error, num_done)
                 raise
-
-    def _begin(self, batch: Any) -> tuple[Cut, PartialWindow]:
-        """Cuts and weighs the batch. An error here is one on all ranks, and nothing has happened."""
-        if self.loss is None:
-            raise OptionError("step() needs a loss: pass Accumulator(model, optimizer, loss, …)")
-        with self._ranks.raise_on_all_ranks() if self._ranks.is_shared else _NOTHING:
-            self._update.check_not_held_back()
-            self._gradients.check_empty()
-            num_hooks = self._gradients.check_hooks()
-            cut = self._cut(batch, num_hooks)
-            if self._ranks.is_shared:
-                self._ranks.check(self._gradients, cut.weights if self.reduction == "mean" else ())
-            if self._window is not None:
-                self._window.check_same(cut.weights)
-                self._window.check_unchanged(self._seen())
-                self._window.check_trainable(self._gradients.parameters)
-        window = PartialWindow.of_step(cut) if self._window is None else self._window
-        self._window = None
-        self._warn_of_batch_norm(len(cut.weights))
-        if self._time_axis.has_layers:
-            is_counted = self.weight is None and self.reduction == "mean"
-            self._time_axis.begin(cut.micro_batches, is_cut=cut.is_cut, is_counted=is_counted)
-        return cut, window
-
-    def _cut(self, batch: Any, num_hooks: int) -> Cut:
-        """The batch in micro-batches, each with its weight."""
-        is_cut = not isinstance(batch, Window)
-        if self._ranks.is_shared and nest.is_empty(batch):
-            return Cut(num_hooks=num_hooks, reduction=self.reduction)
-        if is_cut:
-            if self.micro_batch_size is None:
-                raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
-            is_one_too_few = any(map(checks.normalises_by_batch, self._batch_norms))
-            micro_batches, sizes = nest.cut(batch, self.micro_batch_size, is_one_too_few=is_one_too_few)
-        elif not batch:
-            raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
-        else:
-            is_counted = self.weight is None
-            sizes = [nest.batch_size(m, f"micro_batch[{k}]") for k, m in enumerate(batch)] if is_counted else []
-            micro_batches = batch
-        weights = [(size,) for size in sizes] if self.weight is None else weigh(micro_batches, self.weight)
-        return Cut(micro_batches, weights, sizes, num_hooks, self.reduction, is_cut=is_cut)
 
     def _accumulate(self, cut: Cut, window: PartialWindow, agreed: Agreed) -> tuple[Sums, Losses]:
         """Adds up the gradient of the whole batch over all micro-batches and ranks; returns it and the losses.
 
         A rank that has no data, or fewer micro-batches than others, takes part in what the others do.
         """
+        (sums,), losses = window.sums, window.losses
+        is_shared, passes = self._ranks.is_shared, cut.passes
+        arriving = self._arriving(cut, len(losses), agreed)
+        shares = Shares(agreed, self.reduction)  # w / W
+        with self._ranks.window() if is_shared else _NOTHING, GradientBuffer(self._gradients, sums) as buffer:
+            for number, micro_batch in enumerate(arriving, len(losses)):
+                weight = passes[number][1]
+                with self._passing(number, cut, agreed) if is_shared else _NOTHING:
+                    losses.append(self._backward(self.loss, micro_batch, weight, shares, buffer))
+                if self.is_interrupted and number + 1 < len(passes) and not is_shared:
+                    break
+            for number in range(len(passes), max(agreed().num_passes) if self._ranks.is_sharded else 0):
+                with self._passing(number, cut, agreed):
+                    self._eager.add_nothing(self.loss, buffer)
+            if is_shared:
+                self._reduce(buffer, agreed(), is_whole=cut.is_whole(*cut.pass_weights))
+        if len(losses) < len(passes):
+            raise self._interruption(window, len(passes))
+        sums.multiply(sums.unit)
+        return sums, self._ranks.sum_losses(losses, cut.pass_weights, agreed().total, self.reduction)
+
+    def _begin(self, batch: Any) -> tuple[Cut, PartialWindow, LocalCounts]:
+        """Checks, cuts and weighs the batch. An error is raised on all ranks, and changes nothing."""
+        self._check_before("step()", "batch")
+        if self.loss is None:
+            raise OptionError("step() needs a loss: pass Accumulator(model, optimizer, loss, …)")
+        window = self._window
+        with self._ranks.raise_on_all_ranks() if self._ranks.is_shared else _NOTHING:
+            self._update.check_not_held_back()
+            self._gradients.check_empty()
+            num_hooks = self._gradients.check_hooks()
+            if self._ranks.is_shared and is_empty(batch):
+                cut = Cut(reduction=self.reduction)
+            else:
+                has_norms = any(map(checks.normalises_by_batch, self._batch_norms))
+                cut = Cut.of(batch, self.micro_batch_size, self.weight, self.reduction, has_norms=has_norms)
+            if self._ranks.is_shared:
+                self._ranks.check(self._gradients, cut.weights if self.reduction == "mean" else ())
+            if window is None:
+                window = PartialWindow.of_step(cut)
+            else:
+                window.check_same(cut.weights)
+                window.check_unchanged(self._gradients.marks())
+                window.check_trainable(self._gradients.parameters)
+        self._window = None
+        if self._batch_norms:
+            self._warn_of_batch_norm(len(cut.weights))
+        if self._time_axis.has_layers:
+            is_counted = self.weight is None and self.reduction == "mean"
+            self._time_axis.begin(cut.micro_batches, is_cut=cut.is_cut, is_counted=is_counted)
         if self.scaler is not None:
             window.check_scale(self._precision.loss_scale())
-        loss: Any = self.loss
-        (sums,), losses, num_passes = window.sums, window.losses, len(cut.passes)
-        micro_batches = [micro_batch for micro_batch, _ in cut.passes[len(losses) :]]
-        shares = Shares(agreed, self.reduction)
+        return cut, window, cut.counts(num_hooks)
+
+    def _arriving(self, cut: Cut, num_done: int, agreed: Agreed) -> Iterable[Any]:
+        """The micro-batches that are left to do, on the model's device."""
+        micro_batches = [micro_batch for micro_batch, _ in cut.passes[num_done:]]
         if self._captured is not None:
-            self._captured.begin(loss)
+            self._captured.begin(self.loss)
         if self._ranks.is_shared:
             self._ranks.begin(micro_batches, agreed)
-        arriving = micro_batches if self._transfer is None else self._transfer.arriving(micro_batches)
-        with (
-            self._ranks.window() if self._ranks.is_shared else _NOTHING,
-            GradientBuffer(self._gradients, sums) as buffer,
-        ):
-            for number, micro_batch in enumerate(arriving, len(losses)):
-                weight = cut.passes[number][1]
-                with self._passing(number, cut, agreed) if self._ranks.is_shared else _NOTHING:
-                    losses.append(self._backward(loss, micro_batch, weight, shares, buffer))
-                if self.is_interrupted and number + 1 < num_passes and not self._ranks.is_shared:
-                    break
-            if self._ranks.is_shared:
-                self._reduce(cut, agreed, buffer)
-        if len(losses) < num_passes:
-            raise self._interruption(window, num_passes)
-        arithmetic.scale(sums, sums.unit)
-        by = [shares[weight] for _, weight in cut.passes]
-        return sums, self._ranks.sum_losses(losses, by, len(agreed().total))
+        return micro_batches if self._transfer is None else self._transfer.arriving(micro_batches)
 
     def _passing(self, number: int, cut: Cut, agreed: Agreed) -> AbstractContextManager[None]:
         """Around one micro-batch of a model that ranks train together: the last one reduces, if it can."""
-        is_last = False
-        if number >= len(cut.passes):
-            is_last = self._ranks.is_last(number, len(cut.passes), agreed)
-        elif self._captured is None or not self._captured.is_on:
-            is_whole = cut.is_whole(cut.passes[number][1])
-            is_last = self._ranks.is_last(number, len(cut.passes), agreed, is_whole=is_whole)
+        num_own = len(cut.passes)
+        is_whole = number >= num_own or cut.is_whole(cut.pass_weights[number])
+        is_captured = number < num_own and self._captured is not None and self._captured.is_on
+        is_last = not is_captured and self._ranks.is_last(number, num_own, agreed, is_whole=is_whole)
         return self._ranks.passing(is_last=is_last)
 
-    def _reduce(self, cut: Cut, agreed: Agreed, buffer: GradientBuffer) -> None:
-        """Takes part in what other ranks have left to do, and sees that gradients are reduced."""
-        for number in range(len(cut.passes), self._ranks.num_passes(agreed)):
-            with self._passing(number, cut, agreed):
-                self._eager.add_nothing(self.loss, buffer)
-        if has_weight(agreed().total, agreed().num_micro_batches, self.reduction):
+    def _reduce(self, buffer: GradientBuffer, totals: Totals, *, is_whole: bool) -> None:
+        """Makes the sums those of all ranks."""
+        if has_weight(totals.total, totals.num_micro_batches, self.reduction):
             buffer.put()
-            self._ranks.complete(buffer, is_whole=all(cut.is_whole(weight) for _, weight in cut.passes))
+            self._ranks.complete(buffer, is_whole=is_whole)
 
     def _check_before(self, call: str, what: str) -> None:
-        """Raises before anything begins: what earlier steps left to say, an interruption, calls in a wrong order."""
-        self._nonfinite.check(self.num_steps - 1)  # the last step may not be known on all ranks alike
+        """Raises before anything begins: errors of earlier steps, calls in a wrong order, an interruption."""
+        self._nonfinite.check(self._update.num_steps - 1)  # the last step may not be known on all ranks alike
         self._nonfinite.check_not_stopped()
-        window = self._window
-        if window is not None and window.is_of_step and call != "step()":
-            raise OrderError(
-                f"{call} was called after a step that was interrupted with {len(window.losses)} micro-batches "
-                "done: call step() with the same batch to end it, or forget() to drop it"
-            )
+        if self._window is not None and self._window.is_of_step != (call == "step()"):
+            raise self._window.refuse(call)
         if what and self.is_interrupted and not self._ranks.is_shared:
             self.is_interrupted = False
             raise Interrupted(
                 f"step {self.num_steps + 1} was interrupted before this {what}: save state_dict(), and pass the same "
                 f"{what} to go on"
             )
-        if window is not None and not window.is_of_step and call == "step()":
-            raise OrderError(f"a window of {len(window)} micro-batches is open: call flush() before step()")
 
     # --- one micro-batch at a time -----------------------------------------------------------------------
 
@@ -344,18 +319,18 @@ class Accumulator:
         if weight is None and self.reduction == "mean":
             raise OptionError("micro_batch() needs weight=…: over how many samples or tokens the loss is a mean")
         if self._captured is not None and self._captured.is_required:
-            raise OptionError(
-                'micro_batch() is a loop of yours, which cannot be captured: use step(), or capture="auto"'
-            )
+            raise OptionError('micro_batch() is your own loop, which cannot be captured: use step(), or capture="auto"')
         terms = on_host(as_terms(1 if weight is None else weight))
         with self._exclusive.hold("micro_batch()"):
             self._check_before("micro_batch()", "micro-batch")
-            num_wanted = steps_at(self.accumulation_steps, self.num_steps)
-            if self.num_fed + 1 >= num_wanted:
+            num_wanted = steps_at(self.accumulation_steps, self._update.num_steps)
+            num = 1 if self._window is None else len(self._window.losses) + 1
+            if num >= num_wanted:
                 self._update.check_not_held_back()
-            window = self._window_for(terms)
-            self._warn_of_batch_norm(len(window) + 1)
-            micro = MicroBatch(lambda micro, loss: self._feed(micro, window, as_terms(loss), terms))
+            window = self._open(terms, num_wanted)
+            if self._batch_norms:
+                self._warn_of_batch_norm(num)
+            micro = MicroBatch(partial(self._eager.feed, window, terms))
             try:
                 with (
                     self._ranks.passing(is_last=False) if self._ranks.is_shared else _NOTHING,
@@ -365,6 +340,7 @@ class Accumulator:
                 micro.check_fed()
                 self._window = window
             except BaseException as error:
+                window.seen = self._gradients.marks()
                 if micro.has_begun:
                     self._window = None
                     self._ranks.drop()
@@ -375,45 +351,29 @@ class Accumulator:
                 raise
             finally:
                 micro.is_over = True
-                window.seen = self._seen()  # what a pass does to parameters is the model's own business
-            if len(window) >= num_wanted:
+            if num >= num_wanted:
                 micro.step = self._close(is_ending=False)
+            else:
+                window.seen = self._gradients.marks()  # what a pass does to parameters is the model's own business
 
-    def _window_for(self, terms: Terms) -> PartialWindow:
+    def _open(self, terms: Terms, num_wanted: int) -> PartialWindow:
         """The window that is open, or a new one, if it can take a micro-batch with these weights."""
         window = self._window
-        with self._ranks.raise_on_all_ranks_before_sync() if self._ranks.is_shared else _NOTHING:
-            check_weight(tuple(w for w in terms if not isinstance(w, Tensor)), of="this micro-batch")
+        with self._ranks.raise_on_all_ranks() if self._ranks.is_sharded else _NOTHING:  # others wait in sync_ranks
+            check_weight(tuple([w for w in terms if not isinstance(w, Tensor)]), of="this micro-batch")
             if self._ranks.is_shared:
                 self._ranks.check(self._gradients)
-            self._gradients.check_hooks()
-            if window is not None:
+            if window is None:
+                self._gradients.check_hooks()
+            else:
                 window.weights.check(terms)
-                window.check_unchanged(self._seen())
+                window.check_unchanged(self._gradients.marks())
         reference = self._ranks.sync_ranks(terms) if self._ranks.is_shared else ()
         if window is None:
             scale = None if self.scaler is None else self._precision.loss_scale()
-            window = PartialWindow(Weights(self.reduction, reference, where), [Sums() for _ in terms], loss_scale=scale)
+            weights = Weights(self.reduction, reference, torch.where, num_wanted)
+            window = PartialWindow(weights, [Sums() for _ in terms], loss_scale=scale)
         return window
-
-    def _feed(self, micro: MicroBatch, window: PartialWindow, losses: Terms, weight: Terms) -> None:
-        """Adds the gradient of a loss that the user has computed."""
-        check_loss(losses, len(weight))
-        is_any_low = is_low(losses)
-        if self._ranks.is_shared:
-            self._ranks.check_loss_dtype(is_low=is_any_low)
-        is_sharded = self._ranks.is_sharded
-        # with a GradScaler, a loss times a large weight would overflow in float16
-        in_units = is_any_low or (self.scaler is not None and not is_sharded)
-        window.check_trainable(self._gradients.check_empty())
-        micro.has_begun = True
-        share = window.share(weight, is_movable=self.reduction == "mean" and not is_sharded)
-        for t, (term, sums) in enumerate(zip(losses, window.sums, strict=True)):
-            with GradientBuffer(self._gradients, sums) as buffer:
-                self._eager.add(term, share[t], buffer, in_units=in_units, keep_graph=t < len(losses) - 1)
-        window.weights.add(weight)
-        window.losses.append(values_of(losses))
-        micro.is_fed = True
 
     def flush(self) -> Step | None:
         """Makes the step of the window that is open, however short; None if none is.
@@ -439,66 +399,51 @@ class Accumulator:
                 return
 
     def _close(self, *, is_ending: bool) -> Step | None:
-        """Makes a step of what this rank has, if anything, and of what the others have; None if nobody has any."""
+        """Makes the step of the windows that are open on all ranks; None if no rank has one."""
+        window = self._window
         with self._ranks.raise_on_all_ranks() if self._ranks.is_shared else _NOTHING:
-            window = self._window
             if window is not None:
-                self._update.check_not_held_back()
-                self._gradients.check_empty()
+                marks = self._gradients.marks()
                 if is_ending:  # else the last micro-batch has just been
-                    window.check_unchanged(self._seen())
+                    self._update.check_not_held_back()
+                    window.check_unchanged(marks)
+                window.seen = marks
+                self._gradients.check_empty()
+            num_hooks = self._gradients.check_hooks()
             self._window = None
             weights = [] if window is None else read(window.weights.weights)
-            check_weights(weights)
             if window is not None and self.scaler is not None:
                 window.check_scale(self._precision.loss_scale())
             if self._ranks.is_shared:
                 self._ranks.check(self._gradients)
-        agreed = self._ranks.agree(
-            LocalCounts(totals(weights), 0, len(weights), is_ending, num_hooks=self._gradients.num_hooks())
-        )
-        if agreed().is_ending and not agreed().num_micro_batches:
+        agreed = self._ranks.agree(LocalCounts(totals(weights), 0, len(weights), is_ending, num_hooks=num_hooks))
+        all_ranks = agreed()
+        if all_ranks.is_ending and not all_ranks.num_micro_batches:
             return None
-        try:
-            self._ranks.check_in_sync(agreed(), has_window=window is not None)
-        except OrderError:
-            self._window = window
-            raise
+        self._window = window  # it stays open if this rank ends it too early
+        self._ranks.check_in_sync(all_ranks, has_window=window is not None)
+        self._window = None
         if window is None:
-            sums, losses = self._accumulate(Cut(reduction=self.reduction), PartialWindow.of_step(Cut()), agreed)
+            cut = Cut(reduction=self.reduction)
+            sums, losses = self._accumulate(cut, PartialWindow.of_step(cut), agreed)
         else:
-            sums = self._summed(window, weights, agreed())
-            by = [shares(weight, agreed().total, self.reduction) for weight in weights]
-            losses = self._ranks.sum_losses(window.losses, by, len(agreed().total))
-        return self._update(sums, losses, agreed())
-
-    def _summed(self, window: PartialWindow, weights: list[Terms], totals: Totals) -> Sums:
-        """The gradient of an open window, of all its terms and all ranks: what was measured by the reference."""
-        sums = Sums()
-        factors = times(window.weights.rest(totals.total), self._ranks.divisor)
-        for term, factor in zip(window.sums, factors, strict=True):
-            arithmetic.scale(term, term.unit * factor)
-            arithmetic.add(sums, term)
-            term.clear()
-        if self._ranks.is_shared and has_weight(totals.total, totals.num_micro_batches, self.reduction):
-            with self._ranks.window(), GradientBuffer(self._gradients, sums) as buffer:
-                buffer.put()
-                self._ranks.complete(buffer, is_whole=self.reduction == "sum" or all(map(all, weights)))
-            if self._ranks.holds_gradients:  # they were inside of the model until now
-                arithmetic.scale(sums, factors[0])
-        return sums
+            sums = window.summed(all_ranks.total, self._ranks.divisor)
+            if self._ranks.is_shared:
+                is_whole = self.reduction == "sum" or all(map(all, weights))
+                with self._ranks.window(), GradientBuffer(self._gradients, sums) as buffer:
+                    self._reduce(buffer, all_ranks, is_whole=is_whole)
+                if self._ranks.holds_gradients:  # they were inside of the model until now
+                    sums.multiply(window.weights.rest(all_ranks.total)[0] * self._ranks.divisor)
+            losses = self._ranks.sum_losses(window.losses, weights, all_ranks.total, self.reduction)
+        return self._update(sums, losses, all_ranks)
 
     @property
     def num_fed(self) -> int:
         """How many micro-batches `micro_batch()` has added to the window that is open."""
         return 0 if self._window is None or self._window.is_of_step else len(self._window)
 
-    def _seen(self) -> list[int]:
-        """Differs from what it was before if the parameters do: others stepped, or something was loaded."""
-        return self._exclusive.num_changes() + self._gradients.marks()
-
     def _warn_of_batch_norm(self, num_micro_batches: int) -> None:
-        if num_micro_batches > 1 and self._batch_norms and not self._has_warned_of_batch_norm:
+        if num_micro_batches > 1 and not self._has_warned_of_batch_norm:
             self._has_warned_of_batch_norm = checks.warn_of_batch_norm(self.model)
 
     # --- interruption ------------------------------------------------------------------------------------
@@ -514,10 +459,10 @@ class Accumulator:
         self.is_interrupted = True
 
     def _interruption(self, window: PartialWindow, num_passes: int) -> Interrupted:
-        """Keeps what there is, and says how to continue."""
+        """Keeps what is done of the step, and returns the exception that says how to continue."""
         if self._captured is not None:  # recorded passes add to memory of their own
             window.sums[0].update({p: g.clone() for p, g in window.sums[0].items()})
-        window.loss_scale, window.seen = self._precision.loss_scale(), self._seen()
+        window.loss_scale, window.seen = self._precision.loss_scale(), self._gradients.marks()
         window.check_trainable(self._gradients.parameters)
         self._window = window
         self.is_interrupted = False
@@ -551,14 +496,16 @@ class Accumulator:
         """
         with self._exclusive.hold("state_dict()"):
             self.settle()
-            window = self._window
-            if window is not None and not window.is_of_step:
-                self._ranks.check_saving(len(window))
+            if self.num_fed and self._ranks.holds_gradients:
+                raise StateError(
+                    f"the gradients of {self.num_fed} micro-batches are inside of the model until the window ends: "
+                    'save after a step, or pass reduce="micro_batch"'
+                )
             return {
                 "num_steps": self.num_steps,
                 "scaler": None if self.scaler is None else self.scaler.state_dict(),
                 "skipped": self._nonfinite.state_dict(),
-                **packed(None if window is None else window_state(window, self._gradients.parameters), self._ranks),
+                **packed(self._window, self._gradients.parameters, self._ranks),
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

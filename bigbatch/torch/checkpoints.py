@@ -60,26 +60,10 @@ class Checkpoints(Resumable):
         return self._restore()
 
     def _state(self) -> tuple[Any, Mapping[str, bytes]]:
-        return without_sparse({name: part.state_dict() for name, part in self._parts.items()}), {}
+        return state_of(self._parts), {}
 
     def _load(self, state: Any, files: Mapping[str, bytes]) -> None:
-        state = with_sparse(state)
-        if state.keys() != self._parts.keys():
-            raise StateError(
-                f"the checkpoint has {', '.join(sorted(state))} but this run {', '.join(sorted(self._parts))}: "
-                "give Checkpoints what it was given when it was saved"
-            )
-        for name, part in self._parts.items():
-            if isinstance(part, nn.Module):
-                check_model(state[name], part.state_dict())
-            elif isinstance(part, torch.optim.Optimizer):
-                check_optimizer(state[name], part.state_dict())
-        self._parts["accumulator"].load_state_dict(state["accumulator"])  # it may refuse; and is told again, after
-        for name in (*(name for name in self._parts if name != "accumulator"), "accumulator"):
-            if isinstance(part := self._parts[name], torch.optim.Optimizer):
-                load_optimizer(part, state[name])
-            else:
-                part.load_state_dict(state[name])
+        load_state(self._parts, state)
 
     def _progress(self) -> tuple[int, int]:
         """Steps, and micro-batches of a window that is fed; what an interrupted step has is no whole batch."""
@@ -103,6 +87,32 @@ class Checkpoints(Resumable):
             generator.set_state(state)
 
 
+def state_of(parts: Mapping[str, Any]) -> Any:
+    """The state of each part by its name: the model, the optimizer, the accumulator and others."""
+    return without_sparse({name: part.state_dict() for name, part in parts.items()})
+
+
+def load_state(parts: Mapping[str, Any], state: Any) -> None:
+    """Loads what `state_of` returned; raises StateError before anything is changed if it does not fit."""
+    state = with_sparse(state)
+    if state.keys() != parts.keys():
+        raise StateError(
+            f"the checkpoint has {', '.join(sorted(state))} but this run {', '.join(sorted(parts))}: "
+            "give Checkpoints what it was given when it was saved"
+        )
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            _check_model(state[name], part.state_dict())
+        elif isinstance(part, torch.optim.Optimizer):
+            _check_optimizer(state[name], part.state_dict())
+    parts["accumulator"].load_state_dict(state["accumulator"])  # it may refuse; and is told again, after
+    for name in (*(name for name in parts if name != "accumulator"), "accumulator"):
+        if isinstance(part := parts[name], torch.optim.Optimizer):
+            _load_optimizer(part, state[name])
+        else:
+            part.load_state_dict(state[name])
+
+
 def generators_of(data: Any) -> list[torch.Generator]:
     """Those that a data loader and its samplers draw the order from."""
     data = stream_of(data)
@@ -112,7 +122,7 @@ def generators_of(data: Any) -> list[torch.Generator]:
     return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """As it was saved: load_state_dict makes what it holds of a parameter as precise as that (torch 2.13).
 
     The state of NAdam and ASGD is float32 for a parameter of any type, and would go on with other bits.
@@ -127,7 +137,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
                 own[name] = value.to(own[name].device)
 
 
-def check_model(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_model(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Refuses before the first parameter is changed, which load_state_dict does not."""
     if other := sorted(found.keys() ^ wanted.keys()):
         where = "the checkpoint" if other[0] in found else "the model"
@@ -143,7 +153,7 @@ def check_model(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
                 )
 
 
-def check_optimizer(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_optimizer(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Refuses another number of groups or parameters, and another kind of optimizer."""
     sizes = [[len(group["params"]) for group in state["param_groups"]] for state in (found, wanted)]
     if sizes[0] != sizes[1]:

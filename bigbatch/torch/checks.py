@@ -1,7 +1,6 @@
 """Checks of the model, the optimizer and the loss, before anything is changed."""
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..core import batch as core_batch
-from ..core.errors import BatchError, OptionError
+from ..core.errors import OptionError
 from .internals import BatchNorm, is_stepped_in_backward
 
 
@@ -54,7 +53,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_own_scaler(optimizer: Any) -> None:
-    """accelerate's optimizer (1.15) has the GradScaler of its Accelerator, which would unscale an unscaled gradient."""
+    """accelerate's optimizer (1.15) has a GradScaler, which would unscale a gradient that was never scaled."""
     scaler = getattr(optimizer, "scaler", None)
     if isinstance(scaler, GradScaler) and scaler.is_enabled():
         raise OptionError(
@@ -96,25 +95,10 @@ def batch_norms(model: nn.Module) -> list[str]:
     return [name for name, module in named if isinstance(module, BatchNorm) and normalises_by_batch(module)]
 
 
+def batch_norm_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, BatchNorm)]
+
+
 def normalises_by_batch(module: Any) -> bool:
     """Whether a BatchNorm layer uses the statistics of the batch it is given."""
     return bool(module.training or module.running_mean is None)
-
-
-def one_sample_explained(error: ValueError, sizes: Sequence[int]) -> Exception:
-    """BatchNorm's error about a single sample in our words; any other error as it is.
-
-    Args:
-        error: What a micro-batch raised.
-        sizes: The sizes of the micro-batches.
-    """
-    if len(sizes) > 1 and sizes[-1] == 1 and "more than 1 value per channel" in str(error):
-        return BatchError(
-            f"a batch of {sum(sizes)} in micro-batches of {sizes[0]} ends with one of a single sample, from which "
-            "BatchNorm has no statistics: pass a micro_batch_size of 3 or more, or put BatchNorm into eval mode"
-        )
-    return error
-
-
-def batch_norm_modules(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, BatchNorm)]

@@ -10,23 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import GradientError
+from ..core.errors import GradientError, OptionError
+from ..core.exclusive import Exclusive
 from . import hooks
 from .distributed.shards import is_sharded
-from .internals import ALONE, HOOKS_AFTER, HOOKS_BEFORE, STORAGE_USERS, VERSION
+from .internals import ALONE, HOOKS_AFTER, HOOKS_BEFORE, RUN_ENGINE, STORAGE_USERS, VERSION
 from .sums import Sums, plain
 
-_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 _PARAMS = operator.itemgetter("params")
-_GRAD, _DTYPE, _LAYOUT, _IS_SPARSE = map(operator.attrgetter, ("grad", "dtype", "layout", "is_sparse"))
-HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # from torch 2.10 on, .grad may be wider than its parameter
+_GRAD, _DTYPE, _IS_SPARSE = map(operator.attrgetter, ("grad", "dtype", "is_sparse"))
 
 _promoted = functools.cache(torch.promote_types)
 
 
 class Gradients:
-    """What is known of the gradients of one optimizer's parameters, and what is done with them.
+    """The gradients of one optimizer's parameters: their dtypes, their checks and their hooks.
 
     Args:
         optimizer: The optimizer. Its groups may grow while it trains.
@@ -38,12 +37,12 @@ class Gradients:
         self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str], dtype: torch.dtype | None = None
     ) -> None:
         self._optimizer = optimizer
+        self.exclusive = Exclusive(self.held)
         self._names = names
         self._dtype = dtype or torch.float32
-        self._wide_enough = {dtype for dtype in _FLOATING if _promoted(dtype, self._dtype) is dtype}
         self._takes_wide: bool | None = None
         self.holder: Any = None
-        """A model whose gradients are views of the memory that it reduces them in."""
+        """A DDP model whose gradients are views of the memory in which it reduces them."""
 
     def held(self) -> list[Any]:
         """The parameters that the optimizer holds now."""
@@ -58,17 +57,18 @@ class Gradients:
         return self._names.get(parameter, f"one of shape {tuple(parameter.shape)}")
 
     def marks(self) -> list[int]:
-        """Numbers that differ from those before if parameters were changed in place, moved or replaced."""
-        parameters = self.held()
-        if set(map(type, parameters)) == {torch.nn.Parameter} and set(map(_LAYOUT, parameters)) == {torch.strided}:
-            own = parameters
-        else:
+        """Numbers that differ from those before if parameters were stepped, changed in place, moved or replaced.
+
+        The first is how many parameters there are.
+        """
+        parameters = own = self.held()
+        if set(map(type, parameters)) != {torch.nn.Parameter} or any(map(_IS_SPARSE, parameters)):
             own = [p for p in parameters if type(p) is torch.nn.Parameter and not p.is_sparse]  # shards may be moved
         found = [*map(VERSION, parameters), *map(Tensor.data_ptr, own)]
         if self._optimizer.defaults.get("fused"):  # its steps leave no trace on parameters (torch 2.13)
             steps = [state.get("step") for state in self._optimizer.state.values()]
             found += [step._version for step in steps if isinstance(step, Tensor)]
-        return found
+        return self.exclusive.num_changes() + found
 
     # --- dtypes ------------------------------------------------------------------------------------------
 
@@ -81,15 +81,15 @@ class Gradients:
         return self.wide_dtype(parameter) != parameter.dtype
 
     def widened(self, parameters: Sequence[Tensor]) -> dict[Tensor, torch.dtype]:
-        """That dtype, for those of these parameters for which it is wider than their own."""
-        if set(map(_DTYPE, parameters)) <= self._wide_enough:
+        """The dtype in which gradients add up, for those of these parameters for which it is wider than their own."""
+        if all(_promoted(dtype, self._dtype) is dtype for dtype in set(map(_DTYPE, parameters))):
             return {}
-        return {p: self.wide_dtype(p) for p in parameters if p.dtype not in self._wide_enough}
+        return {p: self.wide_dtype(p) for p in parameters if self.is_widened(p)}
 
-    # --- gradients of others -----------------------------------------------------------------------------
+    # --- before a window ---------------------------------------------------------------------------------
 
     def check_empty(self) -> list[Any]:
-        """Returns the parameters; raises GradientError if one holds a gradient that somebody else left.
+        """Returns the parameters; raises GradientError if one holds a gradient that is not of this window.
 
         Zeros (`zero_grad(set_to_none=False)`) are dropped.
         """
@@ -103,7 +103,7 @@ class Gradients:
         return parameters
 
     def check_left_by_loss(self, parameters: Sequence[Tensor]) -> None:
-        """The same between a loss and its backward pass."""
+        """The same, between a loss and its backward pass."""
         if nonzero := _not_zero(parameters):
             remedy = "leave backward() out of the loss, use torch.autograd.grad, or call zero_grad() after it"
             if is_sharded(nonzero[0]):
@@ -113,22 +113,18 @@ class Gradients:
                 f"loss in the middle of a window, or by another thread, so they are not those of the batch: {remedy}"
             )
 
-    # --- hooks of parameters -----------------------------------------------------------------------------
-
-    def num_hooks(self) -> int:
-        """How many hooks the parameters have."""
-        parameters = self.held()
-        return hooks.num_of(parameters) if _has_hooks(parameters) else 0
-
     def check_hooks(self) -> int:
-        """Returns how many hooks the parameters have; raises GradientError for those that need a whole pass."""
+        """Returns how many hooks the parameters have; raises GradientError for those that need a whole batch."""
         parameters = self.held()
         if not _has_hooks(parameters):
             return 0
         for p in parameters:
             hooks.check_no_multi_grad(p, self.name(p))
-        return hooks.num_of(parameters)
+        return sum(map(len, hooks.dicts_of(parameters)))
 
+    # --- the finished gradient ---------------------------------------------------------------------------
+
+    @torch.no_grad()  # not a with statement: Ctrl-C at its end would leave gradients disabled
     def run_hooks(self, sums: Sums) -> bool:
         """Runs the hooks on the finished gradient, in the order of a backward pass; returns whether any changed it.
 
@@ -137,48 +133,35 @@ class Gradients:
         """
         has_changed = False
         parameters = self.held()
-        restore = []
-        try:
-            while sums:
-                p, g = sums.popitem()
-                if g.dtype != p.dtype and HAS_GRAD_DTYPE:
-                    restore.append(_set_grad_dtype(p, g.dtype))
-                p.grad = g if HAS_GRAD_DTYPE else g.to(p.dtype)
-            with torch.no_grad():
-                for p in reversed(parameters):
-                    if p.grad is not None:
-                        has_changed |= hooks.run(p, self.name(p))
-            sums.update((p, p.grad) for p in parameters if p.grad is not None)
-            return has_changed
-        finally:
-            clear(parameters)
-            for undo in restore:
-                undo()
-
-    # --- the finished gradient ---------------------------------------------------------------------------
+        with self.handed_over(sums, keeps_dtype=True):
+            for p in reversed(parameters):
+                if p.grad is not None:
+                    has_changed |= hooks.run(p, self.name(p))
+            left = [(p, p.grad) for p in parameters if p.grad is not None]
+        sums.update(left)
+        return has_changed
 
     def first_not_finite(self, sums: Sums) -> str | None:
         """The name of the first parameter whose gradient has an infinity or a NaN in it."""
         return next((self.name(p) for p, g in sums.items() if not bool(torch.isfinite(plain(g)).all())), None)
 
     @contextmanager
-    def handed_over(self, sums: Sums) -> Iterator[None]:
-        """Inside, .grad holds the sums, as the optimizer wants them; after, .grad is None and `sums` empty.
+    def handed_over(self, sums: Sums, *, keeps_dtype: bool = False) -> Iterator[None]:
+        """Inside, .grad holds the sums; after, .grad is None and `sums` empty.
 
         A sum that is wider than its parameter is rounded once, one parameter at a time, unless the optimizer can take
-        it as it is.
+        it as it is, or with `keeps_dtype`.
         """
         restore = []
-        while sums:
-            p, g = sums.popitem()
-            if g.dtype == p.dtype:
-                p.grad = g
-            elif self._optimizer_takes_wide(p, g.dtype):
-                restore.append(_set_grad_dtype(p, g.dtype))
-                p.grad = g
-            else:
-                p.grad = g.to((p.grad_dtype if HAS_GRAD_DTYPE else None) or p.dtype)
         try:
+            while sums:
+                p, g = sums.popitem()
+                if g.dtype != p.dtype:
+                    if keeps_dtype or self._optimizer_takes_wide(p, g.dtype):
+                        restore.append(_set_grad_dtype(p, g.dtype))
+                    else:
+                        g = g.to(p.grad_dtype or p.dtype)
+                p.grad = g
             yield
         finally:
             clear(self.held())
@@ -187,7 +170,7 @@ class Gradients:
 
     def _optimizer_takes_wide(self, parameter: Tensor, dtype: torch.dtype) -> bool:
         if self._takes_wide is None:
-            self._takes_wide = HAS_GRAD_DTYPE and _takes_wide(self._optimizer, parameter, dtype)
+            self._takes_wide = _takes_wide(self._optimizer, parameter, dtype)
         return self._takes_wide
 
 
@@ -196,36 +179,28 @@ class GradientBuffer:
 
         with GradientBuffer(gradients, sums) as buffer:
             for micro_batch in window:
-                …                   # the loss
-                buffer.put()
-                …                   # its backward pass
-                buffer.take()
+                …                              # the loss
+                buffer.add(losses, seeds)      # its backward pass
 
     The sums are in .grad during backward passes only: code of the user's, such as a loss that calls `zero_grad()`, runs
     without them, as it does with the full batch. Inside, the hooks of parameters do nothing. After, .grad is None. If
-    anything is raised, the sums are half added to, so they are emptied.
-
-    Args:
-        gradients: Whose parameters the backward passes reach.
-        sums: What is added to.
+    anything is raised, the sums may be half added to, so they are emptied.
     """
 
     def __init__(self, gradients: Gradients, sums: Sums) -> None:
         self.sums = sums
+        self.parameters = gradients.held()
         self.is_in_grad = False
         self._gradients = gradients
-        self._own_hooks: list[Any] = []
+        self._wide = gradients.widened(self.parameters)
         self._undo: list[Callable[[], None]] = []
+        self._held: list[Tensor | None] = []
+        """What was in .grad before the backward pass; empty before the first."""
+        self._has_hooks = self._has_sparse = False
 
     def __enter__(self) -> "GradientBuffer":
-        self.parameters = self._gradients.held()
-        self._wide = self._gradients.widened(self.parameters)
-        self._by_hook: Iterable[Tensor] = () if HAS_GRAD_DTYPE else self._wide
-        self._set_hooks_aside()
         for p, dtype in self._wide.items():
-            self._undo.append(_widen(p, dtype, self.sums, self._own_hooks))
-        self._held = list(map(self.sums.get, self.parameters))
-        self._has_sparse = any(map(_IS_SPARSE, self.sums.values()))
+            self._undo.append(_set_grad_dtype(p, dtype))
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
@@ -237,13 +212,20 @@ class GradientBuffer:
         finally:
             if not is_done:
                 self.sums.clear()
+                self._held = []
                 clear(self.parameters)
-            for undo in self._undo:
-                undo()
+            while self._undo:
+                self._undo.pop()()
+            if self._has_hooks:
+                hooks.put_back(self.parameters)
 
-    def _set_hooks_aside(self) -> None:
-        if _has_hooks(self.parameters) and any(hook not in self._own_hooks for hook in hooks.running(self.parameters)):
-            self._undo.append(hooks.SetAside(self.parameters, but=self._own_hooks).put_back)
+    def add(
+        self, losses: Sequence[Tensor], seeds: Sequence[Tensor], unit: Any = 1.0, *, keep_graph: bool = False
+    ) -> None:
+        """Runs a backward pass from these losses, which adds to the sums; `unit` is that of `put`."""
+        self.put(unit)
+        run_backward(losses, seeds, keep_graph=keep_graph)
+        self.take()
 
     def put(self, unit: Any = 1.0) -> None:
         """Before a backward pass: puts the sums into .grad, unless the loss has left gradients there.
@@ -254,16 +236,20 @@ class GradientBuffer:
         if not self.is_in_grad:
             if any(map(operator.is_not, map(_GRAD, self.parameters), repeat(None))):
                 self._gradients.check_left_by_loss(self.parameters)
-            self._set_hooks_aside()  # a forward pass may have registered some
+            if _has_hooks(self.parameters):  # each time: a forward pass may have registered some
+                hooks.set_aside(self.parameters, self)
+                self._has_hooks = True
             for p, g in self.sums.items():
-                if p not in self._by_hook:
-                    p.grad = g
+                p.grad = g
+            if not self._held:
+                self._held = list(map(_GRAD, self.parameters))
+                self._has_sparse = any(map(_IS_SPARSE, self.sums.values()))
             self.is_in_grad = True
         before = self.sums.unit
         if unit is before or (isinstance(unit, float) and isinstance(before, float) and unit == before):
             return
-        if tensors := [plain(g) for g in self.sums.values()]:
-            torch._foreach_mul_(tensors, before / unit)
+        if self.sums:
+            torch._foreach_mul_([plain(g) for g in self.sums.values()], before / unit)
         self.sums.unit = unit
 
     def take(self) -> None:
@@ -284,7 +270,7 @@ class GradientBuffer:
             self.sums.update([(p, g) for p, g in zip(self.parameters, self._held, strict=True) if g is not None])
 
     def unalias(self) -> None:
-        """See the function of this name. Gradients that DDP has made views of its own memory stay as they are."""
+        """The function of this name, except for gradients that DDP has made views of its own memory."""
         holder = self._gradients.holder
         if holder is None or not holder.require_backward_grad_sync:
             unalias(self.parameters)
@@ -320,6 +306,30 @@ def clear(parameters: Iterable[Tensor]) -> None:
         p.grad = None
 
 
+def run_backward(losses: Sequence[Tensor], seeds: Sequence[Tensor], *, keep_graph: bool = False) -> None:
+    """torch.autograd.backward, outside of autocast; for plain tensors only its last line, since their seeds fit."""
+    if not losses:
+        return
+    device = losses[0].device.type
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            run_backward(losses, seeds, keep_graph=keep_graph)
+        return
+    try:
+        if RUN_ENGINE is None or set(map(type, losses)) != {Tensor}:
+            torch.autograd.backward(losses, seeds, retain_graph=keep_graph)
+        else:
+            RUN_ENGINE(tuple(losses), tuple(seeds), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+    except RuntimeError as error:
+        if keep_graph and "donated buffers" in str(error):  # torch 2.13: its compiler lets a pass overwrite its inputs
+            raise OptionError(
+                "the backward pass of a compiled model cannot run once for each term of the loss: pass the batch or a "
+                "window to step() and return the terms in float32, or set torch._functorch.config.donated_buffer = "
+                "False before the model is compiled"
+            ) from error
+        raise
+
+
 def leaves_of(*losses: Tensor) -> set[Tensor]:
     """The tensors that a backward pass would leave gradients on."""
     found: set[Tensor] = set()
@@ -336,7 +346,6 @@ def leaves_of(*losses: Tensor) -> set[Tensor]:
 
 
 def _has_hooks(parameters: Sequence[Tensor]) -> bool:
-    """Asked before every micro-batch, so it has to be quick."""
     return any(map(HOOKS_BEFORE, parameters)) or any(map(HOOKS_AFTER, parameters))
 
 
@@ -350,21 +359,6 @@ def _not_zero(parameters: Sequence[Tensor]) -> list[Tensor]:
     if not nonzero:
         clear(held)
     return nonzero
-
-
-def _widen(parameter: Tensor, dtype: torch.dtype, sums: Sums, own_hooks: list[Any]) -> Callable[[], None]:
-    """Lets backward passes add up in this dtype; returns how to undo that."""
-    if HAS_GRAD_DTYPE:
-        return _set_grad_dtype(parameter, dtype)
-
-    def add_up(p: Tensor) -> None:
-        assert p.grad is not None
-        sums[p] = sums[p].add_(p.grad) if p in sums else p.grad.to(dtype)
-        p.grad = None  # the low-precision gradient is freed at once
-
-    own_hooks.append(add_up)
-    handle = parameter.register_post_accumulate_grad_hook(add_up)
-    return lambda: handle.remove()
 
 
 def _set_grad_dtype(parameter: Any, dtype: torch.dtype) -> Callable[[], None]:

@@ -17,55 +17,38 @@ from .distributed.shards import is_sharded
 from .internals import HOOKS_AFTER, HOOKS_BEFORE
 
 
+class _Waiting:
+    """Stands in for a hook, and does nothing while `owner` is alive.
+
+    A weak reference: if Ctrl-C arrives just before the hook is put back, this is as good as the hook.
+    """
+
+    def __init__(self, hook: Any, owner: Any) -> None:
+        self.hook: Any = hook.hook if isinstance(hook, _Waiting) else hook
+        self._owner = weakref.ref(owner)
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._owner() is not None else self.hook(*args)
+
+
 def dicts_of(parameters: Sequence[Tensor]) -> list[dict[int, Any]]:
-    """Where hooks of these parameters are."""
+    """The dicts with the hooks of these parameters."""
     return list(filter(None, chain(map(HOOKS_BEFORE, parameters), map(HOOKS_AFTER, parameters))))
 
 
-def num_of(parameters: Sequence[Tensor]) -> int:
-    """How many hooks these parameters have."""
-    return sum(map(len, dicts_of(parameters)))
+def set_aside(parameters: Sequence[Tensor], owner: Any) -> None:
+    """Makes the hooks of these parameters do nothing until `put_back`, or until `owner` is gone."""
+    for hooks in dicts_of(parameters):
+        for key, hook in list(hooks.items()):
+            hooks[key] = _Waiting(hook, owner)
 
 
-class _Waiting:
-    """Stands in for a hook, and does nothing while `passes` is alive.
-
-    A weak reference: if Ctrl-C comes just before the hook is put back, this is as good as the hook.
-    """
-
-    def __init__(self, hook: Any, passes: Any) -> None:
-        self.hook: Any = hook.hook if isinstance(hook, _Waiting) else hook
-        self._passes = weakref.ref(passes)
-
-    def __call__(self, *args: Any) -> Any:
-        return None if self._passes() is not None else self.hook(*args)
-
-
-def running(parameters: Sequence[Tensor]) -> list[Any]:
-    """The hooks of these parameters that the next backward pass would run."""
-    return [hook for hooks in dicts_of(parameters) for hook in hooks.values() if not isinstance(hook, _Waiting)]
-
-
-class SetAside:
-    """Makes the hooks of these parameters do nothing until `put_back` is called.
-
-    Args:
-        parameters: Whose hooks.
-        but: Our own hooks, which stay.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], but: Sequence[Any] = ()) -> None:
-        self._dicts = dicts_of(parameters)
-        for hooks in self._dicts:
-            for key, hook in list(hooks.items()):
-                if hook not in but:
-                    hooks[key] = _Waiting(hook, self)
-
-    def put_back(self) -> None:
-        for hooks in self._dicts:
-            for key, hook in list(hooks.items()):
-                if isinstance(hook, _Waiting):
-                    hooks[key] = hook.hook
+def put_back(parameters: Sequence[Tensor]) -> None:
+    """Undoes `set_aside`."""
+    for hooks in dicts_of(parameters):
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, _Waiting):
+                hooks[key] = hook.hook
 
 
 def check_no_multi_grad(parameter: Tensor, name: str) -> None:
@@ -75,7 +58,8 @@ def check_no_multi_grad(parameter: Tensor, name: str) -> None:
     come from one such pass. They have the name and the module of the user's function, so they are recognised by the
     globals of the module that made them (torch 2.4 to 2.13).
     """
-    names = [getattr(hook, "__globals__", {}).get("__name__") for hook in running([parameter])]
+    found = [hook for hooks in dicts_of([parameter]) for hook in hooks.values()]
+    names = [getattr(hook, "__globals__", {}).get("__name__") for hook in found]
     if num := names.count("torch.autograd.graph"):
         raise GradientError(
             f"{name} has {num} hook{'s' * (num != 1)} of register_multi_grad_hook, which cannot run on the gradient of "

@@ -36,19 +36,12 @@ VERSION = operator.attrgetter("_version")
 # What torch.autograd.backward ends in. The lines before it take a twentieth of a small model's step (2.13).
 RUN_ENGINE: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
-
 # How many tensors lie in the same memory, and one more: torch has no public way to ask.
 STORAGE_USERS: Any = torch._C._storage_Use_Count
 
-
-def num_users(tensor: Tensor) -> int:
-    """How many tensors lie in this one's memory, and one more."""
-    users: int = STORAGE_USERS(tensor.untyped_storage()._cdata)
-    return users
-
-
-ALONE = num_users(torch.zeros(()))
-"""What `num_users` says of a tensor that shares its memory with no other."""
+_one = torch.zeros(())
+# What STORAGE_USERS returns for a tensor that shares its memory with no other
+ALONE: int = STORAGE_USERS(_one.untyped_storage()._cdata)
 
 
 def is_expanded(tensor: Tensor) -> bool:

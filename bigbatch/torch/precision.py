@@ -1,4 +1,4 @@
-"""Mixed precision: in which dtype the loss is computed, and how small gradients are kept from vanishing."""
+"""Mixed precision: the dtype in which the loss is computed, and the GradScaler."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,22 +9,16 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from ..core.errors import OptionError
+from ..core.options import check_choice
 from .internals import forget_unscaling
 from .sums import Sums
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOW = (torch.bfloat16, torch.float16)
 
 
 class Precision:
-    """Autocast around the loss and, for float16, a GradScaler around the step.
-
-    Args:
-        precision: None, "bf16" or "fp16".
-        scaler: The user's GradScaler; None for one of ours with "fp16", else for none.
-        parameters: The parameters that are trained.
-        is_widened: Whether a parameter's gradients add up in a wider dtype than its own.
-    """
+    """Autocast around the loss and, for float16, a GradScaler around the step."""
 
     def __init__(
         self,
@@ -33,13 +27,11 @@ class Precision:
         parameters: Sequence[Tensor],
         is_widened: Callable[[Tensor], bool],
     ) -> None:
-        if precision is not None and precision not in _DTYPES:
-            raise OptionError(f'precision={precision!r} is unknown: pass None, "bf16" or "fp16"')
+        check_choice("precision", precision, tuple(_DTYPES))
         if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
             raise OptionError(f"scaler is {scaler!r}: pass a torch.amp.GradScaler, or None")
         self.device = parameters[0].device.type
-        self.dtype = None if precision is None else _DTYPES[precision]
-        self._full_precision = nullcontext()
+        self.dtype = _DTYPES[precision]
         if scaler is not None and not scaler.is_enabled():
             scaler = None  # does nothing, like none
         self.scaler = GradScaler(self.device) if precision == "fp16" and scaler is None else scaler
@@ -50,19 +42,20 @@ class Precision:
             )
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Around the loss."""
-        return self._full_precision if self.dtype is None else torch.autocast(self.device, self.dtype)
+        return nullcontext() if self.dtype is None else torch.autocast(self.device, self.dtype)
 
     def loss_scale(self) -> Tensor | None:
-        """What the GradScaler multiplies losses by now, without waiting for it."""
+        """What the GradScaler multiplies losses by, as a tensor that is not waited for."""
         return None if self.scaler is None else self.scaler.scale(torch.ones((), device=self.device))
 
     def unscale(self, optimizer: torch.optim.Optimizer, sums: Sums) -> None:
         """Divides the finished gradient by that scale."""
-        if self.scaler is not None:
-            for parameter, gradient in sums.items():
-                parameter.grad = gradient
-            self.scaler.unscale_(optimizer)
+        assert self.scaler is not None
+        for parameter, gradient in sums.items():
+            parameter.grad = gradient
+        self.scaler.unscale_(optimizer)
+        for parameter in sums:
+            parameter.grad = None
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """After an error in the middle of a step."""

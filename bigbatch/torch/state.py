@@ -15,9 +15,9 @@ from .distributed.ranks import Ranks
 from .distributed.shards import like, local
 from .gradients import Gradients
 from .sums import Sums
-from .window import PartialWindow, read, where
+from .window import PartialWindow, read
 
-WindowState = dict[str, Any]
+_WindowState = dict[str, Any]
 _ASK = "pass what Accumulator.state_dict gave"
 
 
@@ -32,15 +32,7 @@ class SavedState:
 
     @classmethod
     def read(cls, state: Any, scaler: Any, ranks: Ranks, gradients: Gradients, reduction: Reduction) -> "SavedState":
-        """Raises StateError if the state is none, or of another accumulator.
-
-        Args:
-            state: What `state_dict` returned.
-            scaler: This accumulator's GradScaler.
-            ranks: The ranks that load it.
-            gradients: Those of this accumulator.
-            reduction: "mean" or "sum".
-        """
+        """Raises StateError if the state is none, or of another accumulator."""
         if not isinstance(state, dict):
             raise StateError(f"the state is a {type(state).__name__}: {_ASK}")
         if missing := {"num_steps", "scaler", "window"} - set(state):
@@ -50,13 +42,13 @@ class SavedState:
             raise StateError(
                 f"the state has {has} GradScaler but this accumulator {wants}: use the precision it was saved with"
             )
-        window = unpacked(state, ranks)
+        window = _unpacked(state, ranks)
         try:
             return cls(
                 int(state["num_steps"]),
                 NonFinite.read(state.get("skipped", {})),
                 {} if scaler is None else _of_the_same_types(state["scaler"], scaler.state_dict()),
-                None if window is None else load_window(window, gradients, reduction),
+                None if window is None else _load_window(window, gradients, reduction),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, StateError):
@@ -64,7 +56,7 @@ class SavedState:
             raise StateError(f"the state cannot be read ({type(error).__name__}: {error}): {_ASK}") from error
 
 
-def window_state(window: PartialWindow, parameters: list[Tensor]) -> WindowState:
+def _window_state(window: PartialWindow, parameters: list[Tensor]) -> _WindowState:
     """Copies, so that further micro-batches do not change what was saved."""
     number = {p: k for k, p in enumerate(parameters)}
     return {
@@ -81,7 +73,7 @@ def window_state(window: PartialWindow, parameters: list[Tensor]) -> WindowState
     }
 
 
-def load_window(state: WindowState, gradients: Gradients, reduction: Reduction) -> PartialWindow:
+def _load_window(state: _WindowState, gradients: Gradients, reduction: Reduction) -> PartialWindow:
     """The opposite; raises StateError if the window is of other parameters or options."""
     parameters = gradients.parameters
     shapes = [tuple(local(p).shape) for p in parameters]
@@ -101,7 +93,7 @@ def load_window(state: WindowState, gradients: Gradients, reduction: Reduction) 
                 f"parameter {k} has the shape {tuple(saved)} in the state but {shape} in the optimizer: "
                 "load it into the same model and optimizer"
             )
-    weights = Weights(reduction, where=where)
+    weights = Weights(reduction, where=torch.where)
     weights.weights = [tuple(weight) for weight in state["weights"]]
     weights.reference = tuple(state["reference"])
     loss_scale = state["loss_scale"]
@@ -128,19 +120,20 @@ def load_window(state: WindowState, gradients: Gradients, reduction: Reduction) 
     return window
 
 
-def packed(window: WindowState | None, ranks: Ranks) -> dict[str, Any]:
+def packed(window: PartialWindow | None, parameters: list[Tensor], ranks: Ranks) -> dict[str, Any]:
     """The entries of the state for the open window. If ranks train the model together, each has its own, in one piece.
 
     torch.distributed.checkpoint writes entries of the same name only once, and loads those whose names it is given. So
     the name tells the rank, and the entry is there even if no window is open.
     """
+    state = None if window is None else _window_state(window, parameters)
     if not ranks.is_shared:
-        return {"window": window}
-    piece = None if window is None else to_bytes(without_sparse(window), to_array)
+        return {"window": state}
+    piece = None if state is None else to_bytes(without_sparse(state), to_array)
     return {"num_ranks": ranks.size, "window": {_name(ranks.rank): piece}}
 
 
-def unpacked(state: dict[str, Any], ranks: Ranks) -> WindowState | None:
+def _unpacked(state: dict[str, Any], ranks: Ranks) -> _WindowState | None:
     """The open window of this rank; raises StateError if it was saved by another number of ranks."""
     num_ranks = state.get("num_ranks", 1)
     windows = state["window"] if "num_ranks" in state else {_name(0): state["window"]}
@@ -156,7 +149,7 @@ def unpacked(state: dict[str, Any], ranks: Ranks) -> WindowState | None:
     if own not in windows:
         raise StateError(f"the state is that of {min(is_open)} but this is {own}: save one for every rank, and load it")
     window: Any = windows[own]
-    found: WindowState = with_sparse(from_bytes(window, from_array)) if isinstance(window, bytes) else window
+    found: _WindowState = with_sparse(from_bytes(window, from_array)) if isinstance(window, bytes) else window
     return found
 
 

@@ -13,13 +13,8 @@ from .internals import has_step_hooks
 class PendingResult:
     """The norm of a gradient that is on its way from the device.
 
-    Reading it waits for that step, not for what was started after it.
-
-    Args:
-        norms: The norm of each parameter's gradient.
-        total: The norm of all of them.
-        if_applied: Called once it is known that the gradient is finite.
-        if_skipped: Called once it is known that it is not, with the number of the first parameter whose norm is not.
+    Reading it waits for that step, not for what was started after it, and calls `if_applied`, or `if_skipped` with the
+    number of the first parameter whose norm is not finite.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import batch as nest
+from .batch import map_tensors, tensors
 
 _NUM_SLOTS = 2
 
@@ -47,15 +47,15 @@ class Transfer:
                 yield micro_batch
             finally:
                 slot.left.record(current)
-        if any(tensor.is_pinned() for tensor in nest.tensors(micro_batches[0])):
+        if any(tensor.is_pinned() for tensor in tensors(micro_batches[0])):
             slots[-1].arrived.synchronize()  # the user may overwrite pinned memory once the step returns
 
     def brought(self, batch: Any) -> Any:
         """A batch on the device, copied at once."""
-        return nest.map_tensors(lambda t: t.to(self._device), batch) if self._is_on_host(batch) else batch
+        return map_tensors(lambda t: t.to(self._device), batch) if self._is_on_host(batch) else batch
 
     def _is_on_host(self, batch: Any) -> bool:
-        return all(tensor.is_cpu for tensor in nest.tensors(batch) if tensor.ndim)
+        return all(tensor.is_cpu for tensor in tensors(batch) if tensor.ndim)
 
 
 def transfer_for(parameters: Sequence[Tensor]) -> Transfer | None:
@@ -77,8 +77,8 @@ class _Slot:
 
     def send(self, micro_batch: Any, stream: Any) -> Any:
         """Starts the copy; the event `arrived` is when it is done."""
-        tensors = [tensor.detach() for tensor in nest.tensors(micro_batch)]
-        places = iter([self._place(number, tensor, stream) for number, tensor in enumerate(tensors)])
+        sent = [tensor.detach() for tensor in tensors(micro_batch)]
+        places = iter([self._place(number, tensor, stream) for number, tensor in enumerate(sent)])
         stream.wait_event(self.left)
         with torch.cuda.stream(stream):
 
@@ -88,7 +88,7 @@ class _Slot:
                     return tensor.to(self._device)
                 return place.copy_(tensor if tensor.is_pinned() else _pinned(tensor), non_blocking=True)
 
-            brought = nest.map_tensors(copied, micro_batch)
+            brought = map_tensors(copied, micro_batch)
             self.arrived.record(stream)
         return brought
 

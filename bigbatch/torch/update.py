@@ -1,4 +1,4 @@
-"""What ends a window: the gradient of the whole batch is unscaled, checked, clipped and applied, once."""
+"""The end of a window: the gradient of the whole batch is unscaled, checked, clipped and applied, once."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from ..core.errors import GradientError, LossError, OrderError
-from ..core.exclusive import Exclusive
 from ..core.nonfinite import NonFinite, place_in, place_of
 from ..core.options import Option, check_clip
 from ..core.step import Step
 from ..core.weight import Reduction, Terms, from_terms, has_weight
-from . import sums as arithmetic
 from .capture.optimizer import CapturedOptimizer
 from .checks import check_scheduler
 from .distributed.ranks import Ranks
@@ -40,18 +38,6 @@ class Update:
             optimizer.step()
             scheduler.step()
         scaler.update()
-
-    Args:
-        optimizer: What is stepped.
-        gradients: Its gradients.
-        precision: The GradScaler, if there is one.
-        ranks: The ranks that train the model.
-        nonfinite: What happens if the gradient is not finite.
-        exclusive: Is told that the parameters have changed.
-        reduction: "mean" or "sum".
-        clip_norm: The largest norm of the gradient; None for any.
-        clip_value: The largest value in the gradient; None for any.
-        scheduler: The learning rate schedule, stepped once for each step that is applied.
     """
 
     clip_norm, clip_value = Option(check_clip), Option(check_clip)
@@ -64,7 +50,6 @@ class Update:
         precision: Precision,
         ranks: Ranks,
         nonfinite: NonFinite,
-        exclusive: Exclusive,
         reduction: Reduction,
         *,
         clip_norm: float | None,
@@ -73,7 +58,6 @@ class Update:
     ) -> None:
         self.clip_norm, self.clip_value, self.scheduler = clip_norm, clip_value, scheduler
         self.num_steps = 0
-        """How many windows are done, applied or not."""
         self.captured_optimizer: CapturedOptimizer | None = None
         self._optimizer = optimizer
         self._gradients = gradients
@@ -81,30 +65,23 @@ class Update:
         self._scaler = precision.scaler
         self._ranks = ranks
         self._nonfinite = nonfinite
-        self._exclusive = exclusive
         self._reduction: Reduction = reduction
         self._pending: PendingResult | None = None
-        """What became of the last step, if that is not known yet."""
+        """The result of the last step, if it is not known yet."""
         self._is_skipped: Tensor | None = None
 
     def __call__(self, sums: Sums, losses: Losses, totals: Totals, micro_batch_size: int | None = None) -> Step:
-        """Applies the gradient and says what was done.
-
-        Args:
-            sums: The gradient of the whole batch. Empty afterwards.
-            losses: Returns the loss of the whole batch, term by term.
-            totals: The weights and counts of all ranks.
-            micro_batch_size: The size of the largest micro-batch, if it is known.
-        """
+        """Applies the gradient and returns what was done."""
         terms: Any = losses
         norm: Any = 0.0
         is_applied: Any = False
+        weight = from_terms(totals.total)
         if not has_weight(totals.total, totals.num_micro_batches, self._reduction):
             terms = tuple(0.0 for _ in totals.total)
         else:
             if self._nonfinite.needs_finite_loss:
                 terms = losses()
-            norm, is_applied = self._finish(sums, losses, totals)
+            norm, is_applied = self._finish(sums, terms, totals.num_hooks)
         self.num_steps += 1
         if isinstance(norm, PendingResult):
             norm, pending = norm.norm, norm
@@ -114,11 +91,11 @@ class Update:
                 self._pending = pending
         elif self.scheduler is not None and is_applied:
             self.scheduler.step()
-        if self._pending is None:  # else the next step says it
+        if self._pending is None:  # else the next step does it
             self._nonfinite.check(self.num_steps)
         return Step(
             terms=terms,
-            weight=from_terms(totals.total),
+            weight=weight,
             grad_norm=norm,
             num_micro_batches=totals.num_micro_batches,
             micro_batch_size=micro_batch_size,
@@ -137,7 +114,7 @@ class Update:
                     "accumulate() out, and make the Accelerator with gradient_accumulation_steps=1"
                 )
 
-    def _finish(self, sums: Sums, losses: Losses, totals: Totals) -> tuple[Any, Any]:
+    def _finish(self, sums: Sums, terms: Any, num_hooks: tuple[int, ...]) -> tuple[Any, Any]:
         """Brings the finished gradient to the parameters if it is finite; returns its norm, and whether it was."""
         if not sums:
             raise LossError(
@@ -148,16 +125,17 @@ class Update:
             if self._scaler is not None:
                 self._precision.unscale(self._optimizer, sums)
                 self._ranks.agree_on_overflow(self._scaler, self._optimizer)
-            self._run_hooks(sums, totals.num_hooks)
-            if self._need_not_wait(sums):
+            self._run_hooks(sums, num_hooks)
+            if self._need_not_wait(sums, terms):
                 pending = self._finish_on_device(sums)
                 return pending, pending.is_applied
-            norm = arithmetic.norm(sums)
-            place, is_overflow = self._place_not_finite(norm, sums, losses)
+            norm = sums.norm()
+            place, is_overflow = None, False
+            if not math.isfinite(norm) or not callable(terms):
+                place, is_overflow = self._place_not_finite(norm, sums, terms)
             if place is None:
-                arithmetic.clip(sums, norm, self.clip_norm, self.clip_value)
-                with self._gradients.handed_over(sums):
-                    self._step_optimizer()
+                sums.clip(norm, self.clip_norm, self.clip_value)
+                self._apply(sums)
                 self._nonfinite.applied()
             else:
                 self._nonfinite.skipped(self.num_steps + 1, place, is_overflow=is_overflow)
@@ -166,60 +144,59 @@ class Update:
             return norm, place is None
         except BaseException:
             self._precision.forget(self._optimizer)
-            raise
-        finally:
             clear(self._gradients.parameters)
+            raise
 
-    def _step_optimizer(self) -> None:
-        self._exclusive.changed()
-        if self._scaler is not None:
-            self._scaler.step(self._optimizer)
-        elif self.captured_optimizer is None or not self.captured_optimizer.step():
-            self._optimizer.step()
+    def _apply(self, sums: Sums) -> None:
+        """Steps the optimizer."""
+        self._gradients.exclusive.changed()
+        with self._gradients.handed_over(sums):
+            if self._scaler is not None:
+                self._scaler.step(self._optimizer)
+            elif self.captured_optimizer is None or not self.captured_optimizer.step():
+                self._optimizer.step()
 
     def _run_hooks(self, sums: Sums, num_hooks: tuple[int, ...]) -> None:
         """Runs the hooks of parameters, unless the gradient overflowed: then the GradScaler skips the step anyway.
 
         If any rank has hooks, all take part: the norm may be one over all ranks.
         """
-        own = self._gradients.num_hooks()
+        own = self._gradients.check_hooks()
         if self._ranks.is_shared and own > max(num_hooks):
             raise GradientError(
                 f"this rank had {max(num_hooks)} hooks of parameters when the step began and has {own} now, which "
                 "other ranks may not have: register hooks before step() or micro_batch(); the next step runs these"
             )
-        if (own or any(num_hooks)) and (self._scaler is None or math.isfinite(arithmetic.norm(sums))):
+        if (own or any(num_hooks)) and (self._scaler is None or math.isfinite(sums.norm())):
             has_changed = own > 0 and self._gradients.run_hooks(sums)
             if len(set(num_hooks)) > 1:
                 self._ranks.check_hooks(num_hooks, has_changed=has_changed)
 
-    def _place_not_finite(self, norm: float, sums: Sums, losses: Losses) -> tuple[str | None, bool]:
+    def _place_not_finite(self, norm: float, sums: Sums, terms: Any) -> tuple[str | None, bool]:
         """Returns where the first non-finite value is (or None), and whether the GradScaler handles it."""
-        needs_finite_loss = self._nonfinite.needs_finite_loss
-        if needs_finite_loss and self._scaler is not None and (place := place_in(losses())):
-            return place, False  # no other scale makes a loss finite
-        if not math.isfinite(norm):
+        in_loss = None if callable(terms) else place_in(terms)
+        if not math.isfinite(norm) and (in_loss is None or self._scaler is None):
             return place_of(self._gradients.first_not_finite(sums)), self._scaler is not None
-        return place_in(losses()) if needs_finite_loss else None, False
+        return in_loss, False  # no other scale makes a loss finite
 
     # --- without waiting for the device ------------------------------------------------------------------
 
-    def _need_not_wait(self, sums: Sums) -> bool:
+    def _need_not_wait(self, sums: Sums, terms: Any) -> bool:
         """Whether nothing on the host depends on the gradient being finite, as a schedule and a GradScaler do."""
         return (
             self._precision.device == "cuda"
             and self.scheduler is None
             and self._scaler is None
-            and not self._nonfinite.needs_finite_loss
+            and callable(terms)
             and not self._ranks.is_sharded
             and len({p.get_device() for p in sums}) == 1
             and can_be_skipped_on_device(self._optimizer, sums)
         )
 
     def _finish_on_device(self, sums: Sums) -> PendingResult:
-        """The same, but the device looks whether the gradient is finite. The host may be a window ahead."""
-        norms, total = arithmetic.norm_on_device(sums)
-        arithmetic.clip_on_device(sums, total, self.clip_norm, self.clip_value)
+        """The same, but the device checks whether the gradient is finite. The host may be a window ahead."""
+        norms, total = sums.norms_on_device()
+        sums.clip(total, self.clip_norm, self.clip_value)
         parameters, number = list(sums), self.num_steps + 1
 
         def skipped(first: int | None) -> None:
@@ -227,8 +204,8 @@ class Update:
             self._nonfinite.skipped(number, place, is_overflow=False)
 
         pending = PendingResult(norms, total, if_applied=self._nonfinite.applied, if_skipped=skipped)
-        with self._gradients.handed_over(sums), self._skipping(~torch.isfinite(total)):
-            self._step_optimizer()
+        with self._skipping(~torch.isfinite(total)):
+            self._apply(sums)
         return pending
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""A window: the micro-batches of one step, what each counts, and what has been added up so far."""
+"""A window: the micro-batches of one step, the weight of each, and what has been added up so far."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import OrderError, WeightError
+from ..core.errors import BatchError, Interrupted, OptionError, OrderError, WeightError
 from ..core.step import Step
 from ..core.weight import (
     Reduction,
@@ -18,32 +18,30 @@ from ..core.weight import (
     as_terms,
     check_terms,
     check_weight,
-    choose,
     from_terms,
-    is_number,
     shares,
     totals,
-    weighted,
 )
-from . import sums as arithmetic
-from .distributed.totals import LocalCounts, Totals
+from ..core.window import Window
+from .batch import batch_size, cut
+from .distributed.totals import Agreed, LocalCounts
 from .sums import Sums
 
 Weight = Callable[[Any], Any]
 _FAR = 2.0**40
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _SUMMED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _SUMMED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 """What torch can compare and add up: uint64 and float8 it cannot (2.13)."""
 
 
 class Cut:
-    """A batch in micro-batches, with what each of them counts.
+    """A batch in micro-batches, each with its weight.
 
     Args:
         micro_batches: The micro-batches, in order.
         weights: Their weights, term by term.
-        sizes: How many samples each has; empty if nobody needs to know.
-        num_hooks: How many hooks the parameters have.
+        sizes: How many samples each has; empty if that is not known.
         reduction: "mean" or "sum".
         is_cut: Whether bigbatch cut them, and not the user.
     """
@@ -53,45 +51,71 @@ class Cut:
         micro_batches: Sequence[Any] = (),
         weights: Sequence[Terms] = (),
         sizes: Sequence[int] = (),
-        num_hooks: int = 0,
         reduction: Reduction = "mean",
         *,
         is_cut: bool = False,
     ) -> None:
         self.micro_batches, self.weights, self.sizes = micro_batches, list(weights), sizes
-        self.num_hooks, self.reduction = num_hooks, reduction
-        self.is_cut = is_cut
+        self.reduction, self.is_cut = reduction, is_cut
+        self.size: int | None = max(sizes, default=None)
+        """The size of the largest micro-batch."""
         self.passes = [
             (micro_batch, weight)
             for micro_batch, weight in zip(micro_batches, weights, strict=True)
             if reduction == "sum" or any(weight)  # what counts nothing is left out: its mean may be 0/0
         ]
+        self.pass_weights = [weight for _, weight in self.passes]
 
-    @property
-    def size(self) -> int | None:
-        """The size of the largest micro-batch."""
-        return max(self.sizes, default=None)
+    @classmethod
+    def of(
+        cls, batch: Any, micro_batch_size: int | None, weight: Weight | None, reduction: Reduction, *, has_norms: bool
+    ) -> "Cut":
+        """Cuts and weighs a batch, or weighs the micro-batches of a window.
 
-    def is_whole(self, weight: Terms) -> bool:
-        """Whether no term of a micro-batch with this weight is left out since it counts nothing."""
-        return self.reduction == "sum" or all(weight)
+        With `has_norms` a micro-batch of one sample is avoided, from which BatchNorm has no statistics.
+        """
+        is_cut = not isinstance(batch, Window)
+        sizes: Sequence[int] = ()
+        if is_cut:
+            if micro_batch_size is None:
+                raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
+            micro_batches, sizes = cut(batch, micro_batch_size, is_one_too_few=has_norms)
+        elif not batch:
+            raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
+        else:
+            micro_batches = batch
+            if weight is None:
+                sizes = [batch_size(part, f"micro_batch[{k}]") for k, part in enumerate(batch)]
+        weights = [(size,) for size in sizes] if weight is None else weigh(micro_batches, weight)
+        return cls(micro_batches, weights, sizes, reduction, is_cut=is_cut)
 
-    def counts(self) -> LocalCounts:
-        """What this rank brings to the step."""
-        return LocalCounts(totals(self.weights), len(self.passes), len(self.weights), num_hooks=self.num_hooks)
+    def is_whole(self, *weights: Terms) -> bool:
+        """Whether no term of micro-batches with these weights is left out because it counts nothing."""
+        return self.reduction == "sum" or all(map(all, weights))
+
+    def counts(self, num_hooks: int) -> LocalCounts:
+        return LocalCounts(totals(self.weights), len(self.passes), len(self.weights), num_hooks=num_hooks)
+
+    def explain(self, error: Exception, num_done: int) -> None:
+        """Explains an error in the middle of a step, of which an interruption had left `num_done` micro-batches."""
+        if num_done and not isinstance(error, Interrupted):
+            error.add_note("bigbatch: what the interrupted step had is dropped; step() begins the batch anew")
+        is_of_norm = isinstance(error, ValueError) and "more than 1 value per channel" in str(error)
+        if is_of_norm and len(self.sizes) > 1 and self.sizes[-1] == 1:
+            raise BatchError(
+                f"a batch of {sum(self.sizes)} in micro-batches of {self.size} ends with one of a single sample, from "
+                "which BatchNorm has no statistics: pass a micro_batch_size of 3 or more, or put BatchNorm into eval "
+                "mode"
+            ) from error
 
 
 class Shares(dict[Terms, Terms]):
-    """What the terms of a loss are multiplied by, by the weight of its micro-batch.
+    """By weight of a micro-batch, what the terms of its loss are multiplied by: w / W.
 
-    Computed when it is asked for: the total is known once the ranks agree, and the first forward pass need not wait.
-
-    Args:
-        agreed: Returns the totals of all ranks.
-        reduction: "mean" or "sum".
+    Computed at the first access: the total is known once the ranks agree, and the first forward pass need not wait.
     """
 
-    def __init__(self, agreed: Callable[[], Totals], reduction: Reduction) -> None:
+    def __init__(self, agreed: Agreed, reduction: Reduction) -> None:
         super().__init__()
         self._agreed = agreed
         self._reduction: Reduction = reduction
@@ -103,7 +127,7 @@ class Shares(dict[Terms, Terms]):
 
 @dataclass
 class PartialWindow:
-    """What a window has so far: of `micro_batch()`, or of a `step()`, which may be interrupted.
+    """A window that is partly filled, by `micro_batch()` or by a `step()` that may be interrupted.
 
     Args:
         weights: Of `micro_batch()`: the weights so far, and their reference. Of `step()`: the weights of the whole
@@ -114,6 +138,8 @@ class PartialWindow:
         seen: What the parameters looked like after the last micro-batch; None if the window was loaded.
         trainable: Which parameters the micro-batches so far gave gradients to; None before the first.
         is_of_step: Whether it is that of `step()`.
+        buffers: What adds to the sums of `micro_batch()`, by term.
+        shares: What `share` has computed.
     """
 
     weights: Weights
@@ -123,11 +149,13 @@ class PartialWindow:
     seen: list[int] | None = None
     trainable: list[bool] | None = None
     is_of_step: bool = False
+    buffers: list[Any] = field(default_factory=list)
+    shares: dict[Terms, Terms] = field(default_factory=dict)
 
     @classmethod
     def of_step(cls, cut: Cut) -> "PartialWindow":
         """One whose micro-batches are all known."""
-        weights = Weights(cut.reduction, tuple(1.0 for _ in cut.weights[0]) if cut.weights else (1.0,))
+        weights = Weights(cut.reduction, tuple([1.0 for _ in cut.weights[0]]) if cut.weights else (1.0,))
         weights.weights = cut.weights
         return cls(weights, [Sums()], is_of_step=True)
 
@@ -136,25 +164,55 @@ class PartialWindow:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is of other parameters, which nobody has looked at."""
-        return {**vars(self), "seen": None}
+        return {**vars(self), "seen": None, "buffers": []}
 
     def share(self, weight: Terms, *, is_movable: bool) -> Terms:
         """What the losses of the next micro-batch are multiplied by: its weight over the reference.
 
-        If the reference is nothing, or so little that this would overflow, the weight becomes the reference.
-
-        Args:
-            weight: The weight, term by term.
-            is_movable: Whether the sums can be scaled to another reference.
+        If the reference is so little that this would overflow, or came from a weight of 0, it is replaced, provided
+        that the sums can be scaled to another (`is_movable`).
         """
-        if is_movable:
-            reference = self.weights.reference
+        if weight in self.shares:
+            return self.shares[weight]
+        is_kept = all(self.sums) and not any(isinstance(w, Tensor) for w in weight)
+        if is_movable and self.weights.reduction == "mean":
+            reference = list(self.weights.reference)
             for t, (now, first) in enumerate(zip(weight, reference, strict=False)):  # the first one finds none
-                if is_number(now) and is_number(first) and (now > first * _FAR or (now and not self.sums[t])):
-                    arithmetic.scale(self.sums[t], first / now)
-                    reference = (*reference[:t], now, *reference[t + 1 :])
-            self.weights.reference = reference
-        return self.weights.share(weight)
+                is_on_host = not isinstance(now, Tensor) and not isinstance(first, Tensor)
+                if is_on_host and (now > first * _FAR or (now and not self.sums[t])):
+                    better = self.weights.guess((now,))
+                    self.sums[t].multiply(*shares((first,), better))
+                    (reference[t],) = better
+                    self.shares.clear()
+            self.weights.reference = tuple(reference)
+        share = self.weights.share(weight)
+        if is_kept:
+            self.shares[weight] = share
+        return share
+
+    def add(self, weight: Terms, losses: list[Any]) -> None:
+        """Counts a micro-batch whose gradient was added."""
+        self.weights.add(weight)
+        self.losses.append(losses)
+
+    def summed(self, total: Terms, divisor: float) -> Sums:
+        """The sums of all terms as one, each times reference / W and the divisor of the ranks; empties the window's."""
+        summed = Sums()
+        for sums, rest in zip(self.sums, self.weights.rest(total), strict=True):
+            sums.multiply(sums.unit * rest * divisor)
+            summed.add(sums)
+            sums.clear()
+        self.buffers.clear()
+        return summed
+
+    def refuse(self, call: str) -> OrderError:
+        """The error if this call cannot continue this window."""
+        if not self.is_of_step:
+            return OrderError(f"a window of {len(self)} micro-batches is open: call flush() before step()")
+        return OrderError(
+            f"{call} was called after a step that was interrupted with {len(self.losses)} micro-batches "
+            "done: call step() with the same batch to end it, or forget() to drop it"
+        )
 
     def check_same(self, weights: Sequence[Terms]) -> None:
         """Raises OrderError if this is another batch than the one that was interrupted."""
@@ -193,7 +251,7 @@ class PartialWindow:
 
     def check_trainable(self, parameters: Sequence[Tensor]) -> None:
         """Raises OrderError if parameters were frozen or unfrozen since the micro-batch before."""
-        now = [p.requires_grad for p in parameters]
+        now = list(map(_REQUIRES_GRAD, parameters))
         if self.trainable is not None:
             self._check_number(len(self.trainable), len(now))
         if self.trainable is not None and self.trainable != now:
@@ -241,7 +299,7 @@ class MicroBatch:
             raise OrderError("micro.backward was called after its block, where nothing is added: call it in the block")
         if self.has_begun:
             raise OrderError("micro.backward was called twice in one micro-batch: add the losses up before")
-        self._feed(self, loss)
+        self._feed(self, as_terms(loss))
 
     def check_fed(self) -> None:
         """At the end of the block: raises OrderError unless `backward` was called once, and succeeded."""
@@ -256,45 +314,34 @@ class MicroBatch:
 
 def weigh(micro_batches: Sequence[Any], weight: Weight) -> list[Terms]:
     """The weight of each micro-batch, checked; what is on a device is fetched in one go."""
-    weights = read([as_terms(weight(micro_batch)) for micro_batch in micro_batches])
-    check_weights(weights)
-    return weights
+    return read([as_terms(weight(micro_batch)) for micro_batch in micro_batches])
 
 
-def check_weights(weights: Sequence[Terms]) -> None:
-    """Raises WeightError unless all weights, and their sums, are finite numbers of at least 0."""
-    for number, weight in enumerate(weights):
+def read(weights: Sequence[Terms]) -> list[Terms]:
+    """The weights as plain numbers; those on a device are fetched together.
+
+    Raises WeightError unless all of them, and their totals, are finite numbers of at least 0.
+    """
+    known = [on_host(weight) for weight in weights]
+    if waiting := [w for weight in known for w in weight if isinstance(w, Tensor)]:
+        fetched = iter(torch.stack(waiting).tolist())
+        known = [tuple(next(fetched) if isinstance(w, Tensor) else w for w in weight) for weight in known]
+    for number, weight in enumerate(known, 1):
         if not weight:
-            raise WeightError(
-                f"the weight of micro-batch {number + 1} has 0 terms: return one number for each of the loss"
-            )
-        check_weight(weight, of=f"micro-batch {number + 1}")
-        check_terms(len(weights[0]), len(weight))
-    for total in totals(weights):
-        check_weight((total,), of=f"{len(weights)} micro-batches together")
-
-
-def where(condition: Any, value: Any, other: Any) -> Any:
-    """What core/weight.py chooses with: a weight that is still on a device is not waited for."""
-    return torch.where(condition, value, other) if isinstance(condition, Tensor) else choose(condition, value, other)
+            raise WeightError(f"the weight of micro-batch {number} has 0 terms: return one number for each of the loss")
+        check_weight(weight, of=f"micro-batch {number}")
+        check_terms(len(known[0]), len(weight))
+    if known:
+        check_weight(totals(known), of=f"{len(known)} micro-batches together")
+    return known
 
 
 def on_host(weight: Terms) -> Terms:
     """Plain numbers where no device has to be asked; weights per sample are added up."""
-    if all(type(w) is int for w in weight):
+    if set(map(type, weight)) == {int}:
         return weight
-    summed = (_sum(w) if isinstance(w, Tensor) else as_plain(w) for w in weight)
-    return tuple(w.item() if isinstance(w, Tensor) and w.device.type == "cpu" else w for w in summed)
-
-
-def read(weights: Sequence[Terms]) -> list[Terms]:
-    """Plain numbers; those that are on a device are fetched together."""
-    known = [on_host(weight) for weight in weights]
-    waiting = [w for weight in known for w in weight if isinstance(w, Tensor)]
-    if not waiting:
-        return known
-    fetched = iter(torch.stack(waiting).tolist())
-    return [tuple(next(fetched) if isinstance(w, Tensor) else w for w in weight) for weight in known]
+    summed = [_sum(w) if isinstance(w, Tensor) else as_plain(w) for w in weight]
+    return tuple([w.item() if isinstance(w, Tensor) and w.is_cpu else w for w in summed])
 
 
 def _sum(weight: Tensor) -> Tensor:
@@ -318,42 +365,9 @@ def _sum(weight: Tensor) -> Tensor:
                 f"{int((weight < 0).sum())} of {weight.numel()} samples have a weight below 0 ({weight.min():g} is the "
                 "lowest): a weight says how much a sample counts, so it must be at least 0"
             )
-    if weight.is_cpu and not weight.is_floating_point():
-        return weight.detach().sum()
-    return weight.detach().sum(dtype=_widest(weight))
+    is_whole = weight.is_cpu and not weight.is_floating_point()
+    return weight.detach().sum(dtype=None if is_whole else _widest(weight))
 
 
 def _widest(weight: Tensor) -> torch.dtype:
     return torch.float32 if weight.device.type == "mps" else torch.float64  # mps has no float64
-
-
-def fetch_weighted(losses: Sequence[Sequence[Any]], by: list[Terms]) -> Callable[[], Terms]:
-    """The loss of the whole batch, fetched from the device when somebody asks for it."""
-    columns = [
-        torch.stack(term) if all(isinstance(value, Tensor) for value in term) else term
-        for term in zip(*losses, strict=True)
-    ]
-
-    def fetch() -> Terms:
-        fetched = (column.tolist() if isinstance(column, Tensor) else map(float, column) for column in columns)
-        return weighted(list(zip(*fetched, strict=True)), by)
-
-    return fetch
-
-
-def weighted_now(losses: Sequence[Sequence[Any]], by: list[Terms], num_terms: int, device: torch.device) -> Tensor:
-    """The same as a tensor on the device; zero if there are none. Nothing is waited for."""
-    if not any(isinstance(value, Tensor) for terms in losses for value in terms):
-        return torch.tensor(
-            weighted([*map(tuple, losses)], by) or [0.0] * num_terms, dtype=torch.float64, device=device
-        )
-    sums = []
-    for values, scales in zip(zip(*losses, strict=True), zip(*by, strict=True), strict=True):
-        counted = [(value, scale) for value, scale in zip(values, scales, strict=True) if scale]
-        if not counted:
-            sums.append(torch.zeros((), dtype=torch.float64, device=device))
-            continue
-        kept, factors = zip(*counted, strict=True)
-        products = torch._foreach_mul(list(torch.stack(kept).double().unbind()), factors)  # takes plain numbers along
-        sums.append(torch.stack(products).sum())
-    return torch.stack(sums)

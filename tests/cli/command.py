@@ -8,6 +8,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from typer.testing import CliRunner
+
+from bigbatch.cli.app import app
+from bigbatch.cli.report.run import read_run
+from bigbatch.cli.run.compare import compare
+from bigbatch.cli.summary import Comparison
+
 from .zygote import zygote
 
 BIGBATCH = Path(sys.executable).parent / "bigbatch"
@@ -57,6 +64,13 @@ def run(*arguments: Any, cwd: Path | None = None) -> subprocess.CompletedProcess
         return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
 
 
+def run_here(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    """Runs `bigbatch …` in this process: for options that are refused before the task is loaded."""
+    command = list(map(str, arguments))
+    done = CliRunner().invoke(app, command)
+    return subprocess.CompletedProcess(command, done.exit_code, done.stdout, done.stderr)
+
+
 def run_fresh(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs the installed command `bigbatch …` as a user's shell does."""
     command = [str(BIGBATCH), *map(str, arguments)]
@@ -95,6 +109,23 @@ def train(task: Path | str, out: Path, *arguments: Any) -> dict[str, Any]:
     done = run("train", task, "--out", out, *arguments)
     assert done.returncode == 0, done.stderr
     return summary_of(out)
+
+
+def train_both(task: Path | str, out: Path, *arguments: Any) -> tuple[dict[str, Any], dict[str, Any], Comparison]:
+    """Both trainings of a run and their comparison, without starting the processes that `train` starts for it."""
+    ours = train(task, out, "--no-compare", *arguments)
+    whole = ["--micro-batch-size", ours["batch_size"]]
+    full = train(task, out / "full_batch", "--no-compare", *arguments, *whole)
+    return ours, full, compare(read_run(out), read_run(out / "full_batch"))
+
+
+def verify(task: Path | str, *arguments: Any) -> dict[str, Any]:
+    """What `bigbatch verify` finds."""
+    done = run("verify", task, "--json", *arguments)
+    assert done.returncode in (0, 1), done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == (not found["is_exact"])
+    return found
 
 
 def summary_of(folder: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bigbatch.cli.config import Config
+from bigbatch.cli.run.compare import _task_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,3 +30,8 @@ def test_options_are_passed_on(framework: str, passed_on: dict[str, object]) -> 
 def test_an_option_is_declared_once(option: str) -> None:
     done = subprocess.run(["grep", "-rl", option, "--include=*.py", "bigbatch/cli"], cwd=ROOT, capture_output=True)
     assert done.stdout.decode().split() == ["bigbatch/cli/config.py"]
+
+
+def test_the_comparison_names_the_framework_of_a_built_in_task() -> None:
+    assert _task_of(Config("digits", framework="jax")) == ["digits", "--framework", "jax"]
+    assert _task_of(Config("/home/me/task.py", framework="jax")) == ["/home/me/task.py"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bigbatch.cli.task import framework_of
+from bigbatch.cli.task import _framework_of
 
 from .command import history_of, run, train
 from .jax_task import TINY, write
@@ -99,4 +99,4 @@ def test_resuming_with_another_task_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_the_framework_is_read_off_the_imports(code: str, framework: str, tmp_path: Path) -> None:
-    assert framework_of(write(tmp_path, code, start="")) == framework
+    assert _framework_of(write(tmp_path, code, start="")) == framework

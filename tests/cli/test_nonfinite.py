@@ -59,4 +59,4 @@ def test_raise_is_a_sentence(tmp_path: Path) -> None:
 def test_where_steps_are_only_skipped(framework: str, tmp_path: Path) -> None:
     done = run("train", "digits", "--framework", framework, "--out", tmp_path / "run", "--on-nonfinite", "stop")
     assert done.returncode == 2
-    assert f"--on-nonfinite stop is for torch and tensorflow, and digits is a task of {framework}" in done.stderr
+    assert f"--on-nonfinite stop is for torch and tensorflow, but digits is a task for {framework}" in done.stderr

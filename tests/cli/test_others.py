@@ -1,16 +1,18 @@
 """`bigbatch verify`, `doctor`, `--version`, and the built-in tasks of every framework."""
 
-import json
 import re
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import bigbatch
+from bigbatch.cli import doctor
 
-from .command import BIGBATCH, history_of, run, run_fresh, train, write_task
+from .command import BIGBATCH, history_of, run, run_fresh, train, train_both, verify, write_task
 
 
 def test_version() -> None:
@@ -19,7 +21,22 @@ def test_version() -> None:
     assert subprocess.run(command, capture_output=True, text=True).stdout == f"bigbatch {bigbatch.__version__}\n"
 
 
-def test_doctor_names_what_is_there() -> None:
+def test_doctor_names_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the frameworks only the one that loads fastest, and one that does not load."""
+    devices = {"jax": doctor._FRAMEWORKS["jax"], "torch": "import no_such_module", "bigbatch-no-such": ""}
+    monkeypatch.setattr(doctor, "_FRAMEWORKS", devices)
+    text = StringIO()
+    doctor.examine(Console(file=text, width=200))
+    told = text.getvalue()
+    assert bigbatch.__version__ in told
+    assert re.search(r"jax .*cpu", told, re.IGNORECASE)
+    assert "does not load: ModuleNotFoundError: No module named 'no_such_module'" in told
+    assert 'not installed: pip install "bigbatch[bigbatch-no-such]"' in told
+    assert "train --tensorboard" in told
+
+
+@pytest.mark.slow
+def test_doctor_loads_every_framework() -> None:
     done = run("doctor")
     assert done.returncode == 0, done.stderr
     for text in ("torch", "tensorflow", "keras", "jax", "cpu", bigbatch.__version__):
@@ -47,9 +64,7 @@ def test_verify_says_why_not(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "NOT exact" in done.stdout
     assert "\n- " in done.stdout
-    done = run("verify", task, "--micro-batch-size", 5, "--json")
-    found = json.loads(done.stdout)
-    assert done.returncode == 1
+    found = verify(task, "--micro-batch-size", 5)
     assert not found["is_exact"]
     assert found["max_error"] == max(found["errors"].values()) > 1e-3
 
@@ -65,11 +80,11 @@ def test_verify_says_why_not(tmp_path: Path) -> None:
 )
 def test_built_in_tasks(framework: str, name: str, tmp_path: Path) -> None:
     """Equal weights after a few steps of accumulated and full batch."""
-    summary = train(name, tmp_path / name, "--framework", framework, "--steps", 3)
+    summary, _, comparison = train_both(name, tmp_path / name, "--framework", framework, "--steps", 3)
     assert summary["framework"] == framework
-    assert summary["comparison"]["max_weight_difference"] < 1e-3  # Adam magnifies rounding where gradients vanish
-    assert summary["comparison"]["max_loss_difference"] < 1e-5
-    assert summary["verification"]["is_exact"]
+    assert comparison.max_weight_difference < 1e-3  # Adam magnifies rounding where gradients vanish
+    assert comparison.max_loss_difference < 1e-5
+    assert verify(name, "--framework", framework)["is_exact"]
     assert [step["is_applied"] for step in history_of(tmp_path / name)] == [True] * 3
 
 
@@ -90,9 +105,8 @@ def test_resuming_gives_the_history_of_an_undisturbed_run(framework: str, tmp_pa
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras", pytest.param("jax", marks=pytest.mark.slow)])
 def test_batch_norm_is_named(framework: str) -> None:
-    done = run("verify", "digits-batchnorm", "--framework", framework, "--json")
-    assert done.returncode == 1, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = verify("digits-batchnorm", "--framework", framework)
+    assert not found["is_exact"]
     assert found["max_error"] > 1e-3
     assert any("ormali" in cause for cause in found["causes"])
 

@@ -194,8 +194,8 @@ def test_refusals_are_told_once(tmp_path: Path) -> None:
     (tmp_path / "there" / "history.jsonl").touch()
     refused = {
         "did not give all 2 ranks the same batches": ["train", task, "--out", tmp_path / "run"],
-        "holds a run already: pass another --out": ["train", task, "--out", tmp_path / "there"],
-        "torchrun started 2 processes but of_tensorflow is a task of tensorflow": [
+        "has a run already: pass another --out": ["train", task, "--out", tmp_path / "there"],
+        "torchrun started 2 processes but of_tensorflow is a task for tensorflow": [
             "train", tmp_path / "of_tensorflow.py", "--out", tmp_path / "run",
         ],
         "torchrun started 2 processes but bigbatch verify needs one": ["verify", task],

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .command import BIGBATCH, environment, run, run_fresh, write_task
+from .command import BIGBATCH, environment, run, run_fresh, run_here, write_task
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *texts: str, code: int = 2) -> None:
@@ -21,7 +21,7 @@ BAD_TASKS = {
     "no loss": ("import torch\ndef model(): ...\ndef batches(batch_size): ...\n", "defines no loss()", "def loss("),
     "loss is a number": (
         "import torch\nloss = 3\ndef model(): ...\ndef batches(batch_size): ...\n",
-        "loss of task is a int and no function",
+        "loss of task is a int, not a function",
         "def loss(",
     ),
     "no framework": ("def model(): ...\n", "imports none of torch, tensorflow, keras, jax", "import torch"),
@@ -39,7 +39,7 @@ BAD_TASKS = {
     ),
     "defaults that train does not know": (
         "import torch\ndefaults = {'batchsize': 3}\ndef model(): ...\ndef batches(): ...\ndef loss(m, b): ...\n",
-        "has an option 'batchsize' that train does not know",
+        "has the unknown option 'batchsize'",
     ),
     "a schedule without an end": (
         "import torch\ndefaults = {'schedule': 'cosine'}\ndef model(): return torch.nn.Linear(1, 1)\n"
@@ -60,11 +60,13 @@ def test_bad_tasks(name: str, tmp_path: Path) -> None:
 
 
 def test_tasks_that_are_not_there(tmp_path: Path) -> None:
-    assert_refused(run("train", "no-such-task"), "there is no task no-such-task", "digits, digits-batchnorm, text")
+    assert_refused(run_here("train", "no-such-task"), "there is no task no-such-task", "digits, digits-batchnorm, text")
     (tmp_path / "task.txt").write_text("")
-    assert_refused(run("train", tmp_path / "task.txt"), "is no Python file")
-    assert_refused(run("train", write_task(tmp_path), "--framework", "keras"), "imports torch but --framework is keras")
-    assert_refused(run("train", "digits", "--framework", "caffe"), "there is no digits for caffe")
+    assert_refused(run_here("train", tmp_path / "task.txt"), "is not a Python file")
+    assert_refused(
+        run_here("train", write_task(tmp_path), "--framework", "keras"), "imports torch but --framework is keras"
+    )
+    assert_refused(run_here("train", "digits", "--framework", "caffe"), "there is no digits for caffe")
 
 
 OWN = {
@@ -95,7 +97,7 @@ BAD_NUMBERS: dict[str, tuple[list[Any], str]] = {
         ["--batch-size", 8, "--micro-batch-size", 12],
         "is larger than --batch-size 8",
     ),
-    "auto": (["--micro-batch-size", "auto"], '"auto" is not there yet'),
+    "auto": (["--micro-batch-size", "auto"], '"auto" does not exist yet'),
     "half": (["--micro-batch-size", "2.5"], "--micro-batch-size"),
     "no rate": (["--lr", "nan"], "--lr must be a number above zero, not nan"),
     "a negative rate": (["--lr", "-1"], "--lr must be a number above zero"),
@@ -117,7 +119,6 @@ BAD_NUMBERS: dict[str, tuple[list[Any], str]] = {
         '--on-nonfinite=\'pray\' is unknown: pass "skip", "raise" or "stop"',
     ),
     "a negative seed": (["--seed", -1], "--seed must be a whole number"),
-    "an unknown device": (["--device", "abacus"], "--device abacus cannot be used here"),
     "an unknown option": (["--bach-size", 3], "No such option"),
     "a word for a number": (["--epochs", "many"], "--epochs"),
     "resume and out": (["--resume", "somewhere"], "leave out --out and --config"),
@@ -127,15 +128,21 @@ BAD_NUMBERS: dict[str, tuple[list[Any], str]] = {
 @pytest.mark.parametrize("name", BAD_NUMBERS)
 def test_bad_numbers(name: str, tmp_path: Path) -> None:
     arguments, text = BAD_NUMBERS[name]
-    assert_refused(run("train", write_task(tmp_path), "--out", tmp_path / "run", *arguments), text)
+    assert_refused(run_here("train", write_task(tmp_path), "--out", tmp_path / "run", *arguments), text)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    done = run("train", write_task(tmp_path), "--out", tmp_path / "run", "--device", "abacus")
+    assert_refused(done, "--device abacus cannot be used here")
     assert not (tmp_path / "run" / "history.jsonl").exists()
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("batch_size = ", "is no TOML file"),
-        ("bach_size = 3", "has an option 'bach_size'"),
+        ("batch_size = ", "is not a TOML file"),
+        ("bach_size = 3", "has the unknown option 'bach_size'"),
         ('lr = "big"', "--lr must be"),
         ("checkpoint_every = 1.5", "a checkpoint every 1.5 is unknown"),
     ],
@@ -143,11 +150,11 @@ def test_bad_numbers(name: str, tmp_path: Path) -> None:
 def test_bad_config_files(text: str, told: str, tmp_path: Path) -> None:
     config = tmp_path / "options.toml"
     config.write_text(text)
-    assert_refused(run("train", write_task(tmp_path), "--config", config), told)
+    assert_refused(run_here("train", write_task(tmp_path), "--config", config), told)
 
 
 def test_a_config_file_that_is_not_there(tmp_path: Path) -> None:
-    assert_refused(run("train", write_task(tmp_path), "--config", tmp_path / "no.toml"), "cannot read", "no.toml")
+    assert_refused(run_here("train", write_task(tmp_path), "--config", tmp_path / "no.toml"), "cannot read", "no.toml")
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -169,7 +176,10 @@ def test_a_spent_disk(tmp_path: Path) -> None:
 
 def test_resuming_what_is_no_run(tmp_path: Path) -> None:
     assert_refused(
-        run("train", write_task(tmp_path), "--resume", tmp_path), "cannot read", "config.toml", "--resume the folder"
+        run_here("train", write_task(tmp_path), "--resume", tmp_path),
+        "cannot read",
+        "config.toml",
+        "--resume the folder",
     )
 
 

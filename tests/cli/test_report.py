@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from bigbatch.cli.report.page import names_of, read_run, write_report
+from bigbatch.cli.report.page import _names_of, read_run, write_report
 
 from .page import Page, assert_readable, assert_same_numbers, report, summary_of
 from .runs import VERIFICATION, fail, write_run
@@ -11,9 +11,9 @@ from .runs import VERIFICATION, fail, write_run
 # --- one run ---------------------------------------------------------------------------------------------
 
 
-def test_one_run_has_headline_numbers_and_all_plots(tmp_path):
-    folder = write_run(tmp_path / "run")
-    page = Page(report(folder))
+def test_one_run_has_headline_numbers_and_all_plots(usual):
+    folder, text = usual
+    page = Page(text)
     assert (
         "digits on torch: 48 steps with a batch of 256 in 8 micro-batches of 32; "
         "the weights are 3e-07 from full-batch training" in page.text
@@ -24,17 +24,17 @@ def test_one_run_has_headline_numbers_and_all_plots(tmp_path):
     assert_readable(page)
 
 
-def test_differences_are_those_of_the_two_trainings(tmp_path):
-    folder = write_run(tmp_path / "run")
-    ours, page = summary_of(folder), Page(report(folder))
+def test_differences_are_those_of_the_two_trainings(usual):
+    folder, text = usual
+    ours, page = summary_of(folder), Page(text)
     theirs = ours["full_batch"]
     assert json.loads(page.values["run", "difference.loss"]) == ours["loss"] - theirs["loss"]
     assert json.loads(page.values["run", "ratio.seconds"]) == ours["seconds"] / theirs["seconds"]
     assert json.loads(page.values["run", "ratio.peak_bytes"]) == ours["peak_bytes"] / theirs["peak_bytes"]
 
 
-def test_verification_shows_the_largest_error_first_and_the_causes(tmp_path):
-    page = report(write_run(tmp_path / "run"))
+def test_verification_shows_the_largest_error_first_and_the_causes(usual):
+    _, page = usual
     shown = re.findall(r'data-error="([^"]*)" data-value="([^"]*)"', page)
     assert [name for name, _ in shown] == ["layers.0.weight", "layers.2.bias", "layers.0.bias", "layers.2.weight"]
     assert dict(shown) == {name: json.dumps(error) for name, error in VERIFICATION["errors"].items()}
@@ -197,7 +197,7 @@ def test_several_runs_of_one_size_show_throughput_over_steps(tmp_path):
 
 def test_equal_names_are_told_apart_by_their_parents(tmp_path):
     folders = [write_run(tmp_path / parent / "run", num_steps=4) for parent in "ab"]
-    assert names_of(folders) == ["a/run", "b/run"]
+    assert _names_of(folders) == ["a/run", "b/run"]
     assert "a/run" in Page(report(*folders)).text
 
 

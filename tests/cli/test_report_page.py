@@ -19,8 +19,8 @@ from .runs import VERIFICATION, write_run
 # --- the page stands alone -------------------------------------------------------------------------------
 
 
-def test_one_file_without_network_or_script(tmp_path):
-    text = report(write_run(tmp_path / "run"))
+def test_one_file_without_network_or_script(usual):
+    _, text = usual
     page = Page(text)
     assert not [tag for tag, _ in page.tags if tag in ("script", "img", "iframe", "object", "embed")]
     links = [
@@ -41,16 +41,16 @@ def test_names_inside_the_plots_do_not_clash_and_all_references_lead_somewhere(t
         assert (pair[0] or pair[1]) in names
 
 
-def test_plots_take_the_colours_of_the_page(tmp_path):
-    text = report(write_run(tmp_path / "run"))
+def test_plots_take_the_colours_of_the_page(usual):
+    _, text = usual
     drawn = "".join(re.findall(r'<svg viewBox="[^"]*" role="img".*?</svg>', text, flags=re.DOTALL))
     assert set(re.findall(r"#[0-9a-f]{6}\b", drawn)) == set(), "no colour is fixed"
     assert "currentColor" in drawn
     assert "var(--series-1)" in drawn
 
 
-def test_plots_have_a_label_and_keep_text_as_text(tmp_path):
-    page = Page(report(write_run(tmp_path / "run")))
+def test_plots_have_a_label_and_keep_text_as_text(usual):
+    page = Page(usual[1])
     labels = [a["aria-label"] for tag, a in page.tags if tag == "svg" and a.get("role") == "img"]
     assert len(labels) == len(page.plots)
     assert all(labels)
@@ -130,7 +130,7 @@ def test_numbers_as_people_read_them():
 def test_long_runs_are_thinned_without_losing_a_spike():
     ys = np.random.default_rng(0).normal(size=50_000)
     ys[31_234] = 99.0
-    xs, kept = plots.thinned(np.arange(50_000.0), ys)
+    xs, kept = plots._thinned(np.arange(50_000.0), ys)
     assert len(xs) <= plots.MAX_POINTS
     assert kept.max() == 99.0
     assert kept.min() == ys.min()

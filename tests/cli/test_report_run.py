@@ -14,10 +14,10 @@ from .runs import VERIFICATION, write_run
 def test_what_a_run_folder_holds(tmp_path):
     run = read_run(write_run(tmp_path / "run", change_record=lambda r: r.update(grad_norm="inf")))
     assert run.config["batch_size"] == 256
-    assert run.summary["task"] == "digits"
-    assert [record["step"] for record in run.records] == list(range(48))
-    assert run.records[0]["grad_norm"] == math.inf
-    assert run.full_batch.summary["num_micro_batches"] == 1
+    assert run.summary.task == "digits"
+    assert [record.step for record in run.records] == list(range(48))
+    assert run.records[0].grad_norm == math.inf
+    assert run.full_batch.summary.num_micro_batches == 1
 
 
 @pytest.mark.parametrize("end", ['{"step": 48, "ep', '{"step": 48, "name": "\u00e9'.encode()[:-1], b"\0\0\0"])
@@ -35,12 +35,12 @@ def test_a_last_line_without_its_end_counts_if_it_is_whole(tmp_path):
     assert len(read_run(folder).records) == 48
 
 
-def test_times_of_older_runs_are_in_the_history(tmp_path):
+def test_times_may_be_in_the_history(tmp_path):
     folder = write_run(tmp_path / "run", has_full_batch=False)
     new = read_run(folder)
     times = [json.loads(line) for line in (folder / "times.jsonl").read_text().splitlines()]
     records = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
-    assert [record["seconds"] for record in new.records] == [time["seconds"] for time in times]
+    assert [record.seconds for record in new.records] == [time["seconds"] for time in times]
     both = ({**record, **time} for record, time in zip(records, times, strict=True))
     (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in both))
     (folder / "times.jsonl").unlink()
@@ -53,15 +53,15 @@ def test_times_that_got_lost_are_left_out(tmp_path):
     lines[20] = '{"step": 20, "seconds": null}\n'
     (folder / "times.jsonl").write_text("".join(lines[:40]))
     run = read_run(folder)
-    assert [record["step"] for record in run.records if record["seconds"] is None] == [20, *range(40, 48)]
+    assert [record.step for record in run.records if record.seconds is None] == [20, *range(40, 48)]
     write_report([folder], tmp_path / "report.html")
     assert "Loss over time" in (tmp_path / "report.html").read_text()
 
 
 def test_no_run_folder(tmp_path):
-    with pytest.raises(StateError, match=r"absent is no folder: pass a run folder that `bigbatch train` wrote"):
+    with pytest.raises(StateError, match=r"absent is not a folder: pass a run folder that `bigbatch train` wrote"):
         read_run(tmp_path / "absent")
-    with pytest.raises(StateError, match="is no run folder, since it holds none of config"):
+    with pytest.raises(StateError, match="is not a run folder, because it has none of config"):
         read_run(tmp_path)
 
 

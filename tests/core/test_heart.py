@@ -7,18 +7,30 @@ import numpy as np
 import pytest
 
 from bigbatch.core.weight import Weights, counted, share, shares, totals
+from tests import house
 from tests.house import divisions, places_that_divide
 
 HEART = "core/weight.py"
-UNFINISHED = ("cli/engines/jax.py", "keras/", "tensorflow/")  # their copies are being removed
+UNFINISHED = ("cli/engines/jax.py", "keras/")  # their copies are being removed
 
 # --- one division --------------------------------------------------------------------------------------------
 
 
+def copies_of_the_heart():
+    return [place for place in places_that_divide() if not place.startswith((HEART, *UNFINISHED))]
+
+
 def test_only_the_heart_divides_by_a_total_weight() -> None:
-    places = places_that_divide()
-    assert [place for place in places if not place.startswith((HEART, *UNFINISHED))] == []
-    assert len([place for place in places if place.startswith(HEART)]) == 1
+    assert copies_of_the_heart() == []
+    assert len([place for place in places_that_divide() if place.startswith(HEART)]) == 1
+
+
+def test_a_file_with_a_second_division_fails_this_test(tmp_path, monkeypatch) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "gradients.py").write_text("def scaled(gradient, total):\n    return gradient / total\n")
+    monkeypatch.setattr(house, "PACKAGE", tmp_path)
+    monkeypatch.setattr(house, "sources", lambda: sorted(tmp_path.rglob("*.py")))
+    assert copies_of_the_heart() == ["torch/gradients.py: gradient / total"]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +47,7 @@ def test_only_the_heart_divides_by_a_total_weight() -> None:
         "def scaled(g):\n    return [each / sum(weights) for each in g]",
     ],
 )
-def test_a_planted_copy_is_found(source: str) -> None:
+def test_divisions_by_a_total_are_found(source: str) -> None:
     assert len(divisions(source)) == 1
 
 
@@ -43,7 +55,7 @@ def test_a_planted_copy_is_found(source: str) -> None:
     "source",
     ["share(weight, total)", "distance_norm / total", "folder / name", "clip_norm / (total_norm + 1e-6)", "a // size"],
 )
-def test_other_expressions_are_not(source: str) -> None:
+def test_other_expressions_are_not_found(source: str) -> None:
     assert divisions(source) == []
 
 
@@ -64,7 +76,7 @@ WINDOWS = {
     "huge ratios": [(1,), (10**15,), (Fraction(1, 10**9),)],
     "tokens and samples": [(120, 4), (3, 4), (77, 1)],
     "one term counts nothing": [(5, 0), (6, 0)],
-    "no whole numbers": [(Fraction(1, 3), Fraction(5, 7)), (Fraction(8, 9), Fraction(1, 11))],
+    "fractions": [(Fraction(1, 3), Fraction(5, 7)), (Fraction(8, 9), Fraction(1, 11))],
 }
 LOSSES = [Fraction(5, 2), Fraction(-7, 3), Fraction(11)]
 
@@ -107,7 +119,7 @@ def added_up(losses, by, options):
 
 
 def kept(like, value):
-    """As a Fraction if the losses are: the heart has 0.0 and 1.0 for all kinds."""
+    """Converts to a Fraction if the losses are: the heart returns 0.0 and 1.0 for all kinds."""
     return Fraction(value) if isinstance(like, Fraction) else value
 
 
@@ -147,7 +159,7 @@ def test_the_mean_of_means_is_not_the_formula(window, kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_counts_nothing_is_left_out_even_if_it_is_not_finite(kind) -> None:
+def test_a_value_without_weight_is_left_out_even_if_it_is_nan(kind) -> None:
     of, options = KINDS[kind]
     value = np.nan * of(1) if options else math.nan
     assert np.all(counted(value, share(of(0), of(8), **options), **options) == 0)
@@ -155,7 +167,7 @@ def test_what_counts_nothing_is_left_out_even_if_it_is_not_finite(kind) -> None:
 
 
 def test_windows_side_by_side_have_their_own_totals() -> None:
-    """As arrays have them: one is empty, which neither divides by zero nor reaches the others."""
+    """In one array: an empty window neither divides by zero nor affects the others."""
     weights, total = np.array([1.0, 0.0, 3.0]), np.array([4.0, 0.0, 4.0])
     with np.errstate(all="raise"):
         np.testing.assert_array_equal(share(weights, total, np.where), [0.25, 0.0, 0.75])

@@ -39,7 +39,7 @@ def test_a_fixed_option_is_set_once() -> None:
     assert holder.reduction == "sum"
 
 
-def test_checks_return_what_is_kept() -> None:
+def test_checks_return_the_value_to_keep() -> None:
     assert check_clip("clip_norm", np.float32(2)) == 2
     assert (check_size("micro_batch_size", np.int64(3)), check_size("micro_batch_size", None)) == (3, None)
     assert check_steps("accumulation_steps", abs) is abs
@@ -52,7 +52,7 @@ def test_a_size_is_a_whole_number(bad: Any) -> None:
             check("size", bad)
 
 
-def test_a_choice_is_one_of_these() -> None:
+def test_a_choice_that_is_unknown_is_refused() -> None:
     assert check_choice("rng", None, ("per_sample", None)) is None
     with pytest.raises(OptionError, match=r"^way='both' is unknown: pass \"auto\", True or None$"):
         check_choice("way", "both", ("auto", True, None))
@@ -71,7 +71,7 @@ def test_reading_an_option_calls_nothing() -> None:
     assert (found, vars(holder)["clip_norm"], calls) == (2, 2, [])
 
 
-def test_help_shows_what_an_option_is() -> None:
+def test_help_shows_the_doc_of_an_option() -> None:
     assert isinstance(Holder.clip_norm, Option)
     text = pydoc.plain(pydoc.render_doc(Holder))
     assert "clip_norm\n |      The largest norm." in text

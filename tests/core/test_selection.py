@@ -1,4 +1,4 @@
-"""Which tests `make test` selects, and what its summary says."""
+"""The tests that `make test` selects, and its summary."""
 
 import itertools
 import subprocess

@@ -1,4 +1,4 @@
-"""Folding is linear, and keeps what is small enough."""
+"""Folding a gradient is linear, and leaves small gradients as they are."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ def gradient(seed, *shapes):
 
 
 @pytest.mark.parametrize("shapes", [((3, 4), (5,)), ((300, 400), (5,), (SIZE,))])
-def test_a_mix_of_gradients_is_the_mix_of_their_sketches(shapes):
+def test_the_sketch_of_a_mix_is_the_mix_of_the_sketches(shapes):
     one, other = gradient(1, *shapes), gradient(2, *shapes)
     sizes = sizes_of(one)
     mixed = sketch({name: 0.3 * one[name] + 2 * other[name] for name in one}, sizes)
@@ -20,7 +20,7 @@ def test_a_mix_of_gradients_is_the_mix_of_their_sketches(shapes):
     assert len(mixed) <= SIZE
 
 
-def test_a_sketch_keeps_the_norm_roughly_and_tells_gradients_apart():
+def test_sketches_roughly_keep_norms_and_angles():
     one, other = gradient(1, (300, 400)), gradient(2, (300, 400))
     sizes = sizes_of(one)
     a, b = sketch(one, sizes), sketch(other, sizes)

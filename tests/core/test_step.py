@@ -39,7 +39,7 @@ class Fetch:
 # --- Step ------------------------------------------------------------------------------------------------
 
 
-def test_making_and_keeping_a_step_fetches_nothing():
+def test_creating_a_step_fetches_nothing():
     fetch = Fetch(2.0)
     s = step(fetch, 3)
     history([s])
@@ -63,16 +63,16 @@ def test_loss_is_the_sum_of_its_terms():
 
 
 @pytest.mark.parametrize("weight", [0, 0.0, (0, 0)])
-def test_loss_over_nothing_is_not_a_number(weight):
+def test_loss_is_nan_without_weight(weight):
     terms = (0.0, 0.0) if isinstance(weight, tuple) else (0.0,)
     assert math.isnan(step(terms, weight).loss)
 
 
-def test_loss_over_something_in_one_term():
+def test_loss_is_a_number_if_one_term_has_weight():
     assert step((0.0, 2.0), (0, 3)).loss == 2.0
 
 
-def test_sum_over_nothing_is_a_number():
+def test_a_sum_without_weight_is_a_number():
     assert step((7.0,), 0, reduction="sum").loss == 7.0
 
 
@@ -101,17 +101,17 @@ def test_losses_divide_each_term_by_its_own_weight():
     assert made.losses == pytest.approx([(100 + 600) / 400 + (10 + 90) / 4])
 
 
-def test_losses_leave_out_steps_over_nothing():
+def test_losses_skip_steps_without_weight():
     made = history([step((0.0,), 0), step((3.0,), 2), step((math.nan,), 0)])
     assert made.losses == [3.0]
 
 
-def test_losses_leave_out_terms_over_nothing():
+def test_losses_skip_terms_without_weight():
     made = history([step((2.0, math.nan), (1, 0)), step((4.0, 1.0), (1, 8))])
     assert made.losses == pytest.approx([3.0 + 1.0])
 
 
-def test_losses_of_an_epoch_over_nothing_are_not_a_number():
+def test_the_loss_of_an_epoch_without_weight_is_nan():
     assert math.isnan(history([step((0.0,), 0)]).losses[0])
 
 
@@ -120,7 +120,7 @@ def test_losses_of_sums_are_divided_by_the_weight():
     assert made.losses == pytest.approx([3.0])
 
 
-def test_losses_keep_a_nan_that_counts():
+def test_losses_keep_a_nan_with_weight():
     assert math.isnan(history([step((math.nan,), 1), step((1.0,), 1)]).losses[0])
 
 
@@ -161,7 +161,7 @@ def assert_same(found, expected):
     np.testing.assert_array_equal(found.losses, expected.losses)
 
 
-def test_saved_and_loaded_is_the_same(tmp_path):
+def test_a_history_is_the_same_after_saving_and_loading(tmp_path):
     made = history(*EPOCHS)
     made.save(tmp_path / "history.jsonl")
     loaded = History.load(tmp_path / "history.jsonl")
@@ -170,12 +170,12 @@ def test_saved_and_loaded_is_the_same(tmp_path):
     assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "history.jsonl").read_bytes()
 
 
-def test_saves_to_a_text_path_and_nothing_beside_it(tmp_path):
+def test_saving_writes_one_file(tmp_path):
     history(*EPOCHS).save(str(tmp_path / "history.jsonl"))
     assert [path.name for path in tmp_path.iterdir()] == ["history.jsonl"]
 
 
-def test_file_is_strict_json_with_one_step_a_line(tmp_path):
+def test_the_file_is_strict_json_with_one_step_per_line(tmp_path):
     def refuse(constant):
         raise AssertionError(f"{constant} is no JSON")
 
@@ -188,12 +188,12 @@ def test_file_is_strict_json_with_one_step_a_line(tmp_path):
     assert records[3]["grad_norm"] == "inf"
 
 
-def test_empty_history_there_and_back(tmp_path):
+def test_an_empty_history_can_be_saved_and_loaded(tmp_path):
     History().save(tmp_path / "history.jsonl")
     assert len(History.load(tmp_path / "history.jsonl")) == 0
 
 
-def test_epoch_without_steps_keeps_its_place(tmp_path):
+def test_an_epoch_without_steps_keeps_its_place(tmp_path):
     made = history([step((1.0,))], [], [step((3.0,))])
     made.save(tmp_path / "history.jsonl")
     loaded = History.load(tmp_path / "history.jsonl")
@@ -209,7 +209,7 @@ def test_numpy_weights_can_be_saved(tmp_path):
 
 
 @pytest.mark.parametrize("is_ended", [False, True])
-def test_a_loaded_history_goes_on_where_it_was(tmp_path, is_ended):
+def test_a_loaded_history_continues_where_it_ended(tmp_path, is_ended):
     made = History()
     made.append(step((1.0,)))
     if is_ended:
@@ -236,7 +236,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path):
     assert path.read_bytes() == before
 
 
-def test_a_save_that_fails_makes_no_file(tmp_path):
+def test_a_save_that_fails_writes_no_file(tmp_path):
     def lost():
         raise RuntimeError("the device is gone")
 
@@ -267,7 +267,7 @@ def good_lines(tmp_path):
     ],
     ids=["half", "blank", "list", "null", "empty", "no weight", "typo", "terms", "epoch", "negative epoch", "garbage"],
 )
-def test_damaged_line_is_named(tmp_path, damage):
+def test_a_damaged_line_is_named(tmp_path, damage):
     first, second, third = good_lines(tmp_path)
     assert damage(second) != second
     path = tmp_path / "damaged.jsonl"
@@ -276,14 +276,14 @@ def test_damaged_line_is_named(tmp_path, damage):
         History.load(path)
 
 
-def test_file_that_is_no_text_is_a_state_error(tmp_path):
+def test_a_file_that_is_not_text_is_a_state_error(tmp_path):
     path = tmp_path / "history.jsonl"
     path.write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(StateError, match=r"history\.jsonl"):
         History.load(path)
 
 
-def test_file_that_is_not_there_is_no_state_error(tmp_path):
+def test_a_missing_file_is_not_a_state_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         History.load(tmp_path / "none.jsonl")
 
@@ -300,14 +300,14 @@ def test_plot_writes_a_picture(tmp_path):
     assert list(by_epoch.get_ydata()) == [1.5, 1.0]
 
 
-def test_plot_leaves_out_an_epoch_without_steps():
+def test_plot_skips_an_epoch_without_steps():
     figure = history([step((3.0,))], [], [step((1.0,)), step((2.0,))]).plot()
     _, by_epoch = figure.axes[0].lines
     assert list(by_epoch.get_xdata()) == [0, 2]
     assert list(by_epoch.get_ydata()) == [3.0, 1.5]
 
 
-def test_plot_takes_steps_over_nothing(tmp_path):
+def test_plot_accepts_steps_without_weight(tmp_path):
     history([step((1.0,)), step((0.0,), 0)], [step((0.0,), 0)]).plot(tmp_path / "loss.svg")
     assert "<svg" in (tmp_path / "loss.svg").read_text(encoding="utf-8")
 
@@ -333,7 +333,7 @@ except bigbatch.MissingExtraError as error:
     assert done.stdout == 'History.plot needs matplotlib: pip install "bigbatch[cli]"\n'
 
 
-def test_lines_that_are_written_again_and_again_are_those_of_one_writing():
+def test_saving_after_every_step_writes_the_same_lines():
     growing, fetches = History(), [Fetch(float(number)) for number in range(7)]
     for number, fetch in enumerate(fetches):
         growing.append(step(fetch))

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from bigbatch import Verification
-from bigbatch.core.verify.result import FLOOR, judge, relative_error
+from bigbatch.core.verify.result import _FLOOR, _relative_error, judge
 
 # --- the verdict -----------------------------------------------------------------------------------------
 
@@ -27,15 +27,15 @@ def test_not_exact_beyond_it():
 
 @pytest.mark.parametrize("order", [("weight", "bias"), ("bias", "weight")])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_not_exact_wherever_it_stands(order, bad):
-    """max() of Python loses a nan that is not the first."""
+def test_an_error_that_is_not_finite_is_not_exact(order, bad):
+    """Python's max() drops a NaN that is not the first."""
     errors = {"weight": 1e-15, "bias": bad}
     verification = judge({name: errors[name] for name in order}, [], 1e-9)
     assert not verification.is_exact
     assert not verification.max_error <= 1e-9
 
 
-def test_nothing_to_compare_is_exact():
+def test_no_parameters_are_exact():
     assert judge({}, [], 1e-9).is_exact
     assert "exact: the largest error is 0.0e+00" in str(judge({}, [], 1e-9))
 
@@ -66,7 +66,7 @@ def test_table_of_an_exact_one():
     )
 
 
-def test_table_of_one_that_is_not():
+def test_table_of_an_inexact_one():
     text = str(judge({"a": 2e-16, "b": 0.31}, ["divided by 4", "dropout"], 1e-6, 0.2))
     assert text == "\n".join(
         [
@@ -81,13 +81,13 @@ def test_table_of_one_that_is_not():
     )
 
 
-def test_print_is_the_table(capsys):
+def test_print_shows_the_table(capsys):
     verification = judge({"a": 0.5}, [], 1e-9)
     print(verification)
     assert capsys.readouterr().out == str(verification) + "\n"
 
 
-def test_made_by_hand():
+def test_a_verification_can_be_made_by_hand_and_not_changed():
     verification = Verification(True, 0.0, {})
     assert verification.tolerance == 1e-9
     with pytest.raises(AttributeError):
@@ -98,26 +98,26 @@ def test_made_by_hand():
 
 
 def test_relative_to_the_parameters_own_gradient():
-    assert relative_error(0.5, norm=2.0, total_norm=10.0) == 0.25
+    assert _relative_error(0.5, norm=2.0, total_norm=10.0) == 0.25
 
 
 def test_small_gradients_are_measured_against_the_whole():
     """A bias in front of a BatchNorm: its true gradient is zero and only rounding is left."""
-    assert relative_error(1e-17, norm=1e-17, total_norm=1.0) == pytest.approx(1e-17 / FLOOR)
-    assert relative_error(1e-17, norm=0.0, total_norm=1.0) == pytest.approx(1e-13)
+    assert _relative_error(1e-17, norm=1e-17, total_norm=1.0) == pytest.approx(1e-17 / _FLOOR)
+    assert _relative_error(1e-17, norm=0.0, total_norm=1.0) == pytest.approx(1e-13)
 
 
-def test_floor_hides_no_real_error():
-    assert relative_error(0.01, norm=0.0, total_norm=1.0) > 1.0
+def test_the_floor_hides_no_real_error():
+    assert _relative_error(0.01, norm=0.0, total_norm=1.0) > 1.0
 
 
 def test_no_distance_is_no_error():
-    assert relative_error(0.0, norm=0.0, total_norm=0.0) == 0.0
+    assert _relative_error(0.0, norm=0.0, total_norm=0.0) == 0.0
 
 
-def test_distance_from_nothing_is_infinite():
-    assert relative_error(1e-300, norm=0.0, total_norm=0.0) == math.inf
+def test_a_distance_from_zero_is_infinite():
+    assert _relative_error(1e-300, norm=0.0, total_norm=0.0) == math.inf
 
 
-def test_distance_that_is_not_a_number_is_no_error_of_zero():
-    assert math.isnan(relative_error(math.nan, norm=1.0, total_norm=1.0))
+def test_a_distance_of_nan_is_an_error_of_nan():
+    assert math.isnan(_relative_error(math.nan, norm=1.0, total_norm=1.0))

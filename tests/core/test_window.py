@@ -44,13 +44,13 @@ def test_every_micro_batch_is_in_exactly_one_window(num, accumulation_steps):
     assert len(windows(range(num), accumulation_steps)) == len(found)
 
 
-def test_takes_a_generator_once():
+def test_accepts_a_generator_once():
     stream = windows((k * k for k in range(5)), 2)
     assert [list(window) for window in stream] == [[0, 1], [4, 9], [16]]
     assert list(stream) == []
 
 
-def test_reads_no_further_than_the_window_it_gives():
+def test_reads_only_the_window_it_yields():
     read = []
     stream = iter(windows((read.append(k) or k for k in range(10)), 4))
     next(stream)
@@ -67,7 +67,7 @@ def test_every_window_is_a_window():
     assert all(isinstance(window, Window) for window in windows(range(5), 2))
 
 
-def test_a_window_may_hold_anything_false():
+def test_window_may_hold_false_values():
     assert grouped([0, None, "", ()], 3) == [[0, None, ""], [()]]
 
 
@@ -148,7 +148,7 @@ def test_option_error_is_a_value_error():
         windows([1], 0)
 
 
-def test_takes_numpy_whole_numbers():
+def test_accepts_numpy_integers():
     assert grouped(range(3), np.int64(2)) == [[0, 1], [2]]
     assert len(windows(range(3), np.int64(2))) == 2
     assert grouped(range(3), lambda step: np.int32(2)) == [[0, 1], [2]]
@@ -180,7 +180,7 @@ def test_slice_of_a_window_is_a_window():
     assert list(part) == ["b", "c"]
 
 
-def test_window_keeps_what_it_was_made_of():
+def test_window_does_not_change_with_its_source():
     micro_batches = [1, 2]
     window = Window(micro_batches)
     micro_batches.append(3)

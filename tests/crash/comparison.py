@@ -1,4 +1,4 @@
-"""Whether two runs came out the same, bit for bit."""
+"""Compares two runs bit for bit."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from bigbatch.core.checkpoint.store import Store
 
 
 def differences(one, other):
-    """Names of what is not the same in two run folders; none if all is."""
+    """The names of everything that differs between two run folders."""
     found = [
         name
         for name in ("history.jsonl", "model.safetensors")
@@ -25,7 +25,7 @@ def newest(folder):
 
 
 def unequal(one, other, path="state"):
-    """Where two trees differ."""
+    """The places where two trees differ."""
     if type(one) is not type(other):
         return [path]
     if isinstance(one, dict):

@@ -1,4 +1,4 @@
-"""A real `bigbatch train`, started often."""
+"""Starts a real `bigbatch train`, often and quickly."""
 
 import os
 import signal
@@ -16,16 +16,16 @@ def environment():
 
 
 def start(arguments, log, **options):
-    """A process of a fresh interpreter."""
+    """Starts a process with a new interpreter."""
     command = [sys.executable, "-m", "bigbatch", *map(str, arguments)]
     with Path(log).open("ab") as file:
         return subprocess.Popen(command, stdout=file, stderr=file, env=environment(), **options)
 
 
 class Forked:
-    """A process of an interpreter that has torch imported already, which is most of the time of a start.
+    """A process forked from an interpreter that has imported torch, which takes most of the time of a start.
 
-    Nothing of torch was used before, so that there are no threads that a fork would lose.
+    Torch has not run anything before the fork, so no threads are lost.
     """
 
     def __init__(self, arguments, log):
@@ -72,7 +72,7 @@ class Forked:
 
 
 def num_lines(path):
-    """How many lines a file has that somebody else writes."""
+    """The number of lines in a file that another process is writing."""
     try:
         return path.read_bytes().count(b"\n")
     except FileNotFoundError:

@@ -17,7 +17,7 @@ from .process import Forked, num_lines, start
 
 TASKS = Path(__file__).parent / "tasks"
 LIMIT = 120.0
-"""Seconds for one process to get to where it is killed; a start of TensorFlow takes ten, on a busy machine more."""
+"""Seconds until a process must reach the step where it is killed; TensorFlow alone takes ten to start, or more."""
 MOMENTS = ("in a step", "while saving", "in a step", "while saving", "while starting", "in a step")
 
 
@@ -33,13 +33,13 @@ class Soak:
         self.kills = []
 
     def start(self, out):
-        """As a restart loop would: goes on if there is something to go on with."""
+        """Starts the run as a restart loop would: resumes it if there is something to resume."""
         where = ["--resume", out] if (out / "config.toml").exists() else ["--out", out]
         arguments = ["train", self.task, *where, *self.options]
         return Forked(arguments, self.log) if self.is_forked else start(arguments, self.log)
 
     def run(self):
-        """Returns what is not the same as in a run that nobody killed."""
+        """Returns what differs from a run that was not killed."""
         self.must_end_well(start(["train", self.task, "--out", self.undisturbed, *self.options], self.log))
         steps = sorted(self.draw.randint(0, self.num_steps) for _ in range(self.num_kills))
         while len(self.kills) < self.num_kills:
@@ -53,7 +53,7 @@ class Soak:
             raise AssertionError(f"the run ended with {code} by itself:\n{self.log.read_text()}")
 
     def kill_at(self, step, moment):
-        """Lets it come to this step, and kills it there: anywhere in a step, or when a checkpoint is half written."""
+        """Kills the process at this step: anywhere in the step, or while a checkpoint is being written."""
         before = self.file_number()
         process = self.start(self.out)
         if moment == "while starting":
@@ -83,7 +83,7 @@ class Soak:
         return self.out / "history.jsonl"
 
     def file_number(self):
-        """Of the history, which is another file as soon as the process has gone back to its checkpoint."""
+        """The inode of the history, which changes when the process has returned to its checkpoint."""
         return self.history.stat().st_ino if self.history.exists() else None
 
     def is_saving(self):
@@ -99,7 +99,7 @@ class Soak:
 
 
 def told(soak, framework, different, seconds):
-    """The report, as a section of a page."""
+    """The report as a section of a Markdown page."""
     verdict = "bitwise the same as undisturbed" if not different else f"NOT the same: {', '.join(different)}"
     moments = ", ".join(f"{num} {moment}" for moment, num in Counter(moment for _, moment in soak.kills).most_common())
     return (
@@ -126,7 +126,7 @@ def main():
         import bigbatch.cli.run.train  # noqa: F401
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        # XLA compiles in the undisturbed run; those that are killed find what it compiled
+        # the undisturbed run fills the compilation cache of XLA for the killed ones
         os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/compiled"
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         task = given.task or TASKS / f"{given.framework}_task.py"

@@ -1,4 +1,4 @@
-"""Many small steps: memory stays flat, and no file handle or thread is left over.
+"""Many small steps: memory stays flat, and no file handle or thread leaks.
 
 `python -m tests.crash.steps --framework torch --steps 100000 [--report FILE]`
 """
@@ -26,7 +26,7 @@ Step = Callable[[int], None]
 
 
 def drawn(number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ragged batches; one in 97 has a value that is not finite."""
+    """Yields ragged batches; one in 97 has a non-finite value."""
     draw = random.Random(number)
     size = draw.randint(1, 12)
     x = np.full((size, 8), draw.random(), np.float32)
@@ -36,7 +36,7 @@ def drawn(number: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def of_torch(folder: Path) -> tuple[Step, Callable[[], None]]:
-    """In turn: whole batches, windows, micro-batches, checkpoints, states that are loaded."""
+    """Takes turns with whole batches, windows, micro-batches, checkpoints and loaded states."""
     import torch
 
     from bigbatch import Window
@@ -143,9 +143,9 @@ def handles() -> set[str]:
 
 
 def soak(framework: str, num_steps: int) -> dict[str, Any]:
-    """What was there when a tenth was done, and what at the end."""
+    """Measures memory, handles and threads after a tenth of the steps and at the end."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the steps that are skipped
+        warnings.simplefilter("ignore")  # warnings about skipped steps
         step, close = FRAMEWORKS[framework](Path(folder))
         began = time.monotonic()
         sizes = []

@@ -89,7 +89,7 @@ def test_a_folder_that_cannot_be_written_to(half, tmp_path):
         code, told = train("--resume", out, "--steps", 12)
         assert code == 4, told
         assert "Traceback" not in told
-        assert "see that the folder can be written to" in told
+        assert "make sure that the folder is writable" in told
         assert sorted(path.name for path in out.iterdir()) == before
     finally:
         if os.geteuid() == 0:
@@ -104,7 +104,7 @@ def test_checkpoints_that_are_a_file(tmp_path):
     (tmp_path / "run" / "checkpoints").write_text("mine")
     code, told = train("--out", tmp_path / "run", "--steps", 2)
     assert code == 2, told
-    assert "holds a run already" in told
+    assert "has a run already" in told
     assert (tmp_path / "run" / "checkpoints").read_text() == "mine"
 
 

@@ -1,4 +1,4 @@
-"""Runs that are killed with SIGKILL until they have finished end bitwise as those that nobody killed; see soak.py."""
+"""Runs that are killed with SIGKILL until they finish are bitwise equal to those that were not killed; see soak.py."""
 
 import subprocess
 import sys
@@ -20,15 +20,15 @@ ALL = [
 
 
 @pytest.mark.parametrize(("framework", "kills"), [("torch", 6), *ALL])
-def test_killed_runs_end_bitwise_as_if_nothing_had_been(framework, kills, tmp_path):
+def test_killed_runs_end_bitwise_equal(framework, kills, tmp_path):
     report = tmp_path / "soak.md"
     done = soak("--kills", kills, "--framework", framework, "--report", report)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"## {framework}: {kills} kills, bitwise the same as undisturbed" in report.read_text()
 
 
-def test_a_run_that_forgets_its_random_numbers_is_found(tmp_path):
-    """The negative control."""
+def test_negative_control_run_without_its_random_state(tmp_path):
+    """The comparison finds a run that does not restore its random state."""
     done = soak("--kills", 2, "--task", ROOT / "tests/crash/tasks/forgetful_task.py")
     assert done.returncode == 1, done.stdout + done.stderr
     for name in ("history.jsonl", "model.safetensors", "checkpoint: state/trained/engine/model/0.weight"):

@@ -57,7 +57,7 @@ def test_each_signal_saves_and_has_its_code(undisturbed, tmp_path):
     assert train(tmp_path, "run").wait(120) == 0
     told = log.read_text()
     assert "Traceback" not in told
-    assert told.replace("\n", " ").count(f"to go on, bigbatch train {TASK} --resume {out}") == len(codes)
+    assert told.replace("\n", " ").count(f"to continue, bigbatch train {TASK} --resume {out}") == len(codes)
     assert differences(undisturbed, out) == []
 
 

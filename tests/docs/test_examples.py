@@ -1,4 +1,4 @@
-"""Every example runs, and says what it promises."""
+"""Runs every example and checks the figures that it prints."""
 
 import os
 import re
@@ -21,7 +21,7 @@ def test_examples_are_short(example: Path) -> None:
 
 
 def test_digits() -> None:
-    """Both histories are the same to the last digit shown, the weights to rounding, and it learns."""
+    """Both histories agree to the last digit shown and the weights up to rounding, and the model learns."""
     command = [sys.executable, "-W", "error", str(FOLDER / "digits.py")]
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
     rows = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+)$", output, re.MULTILINE)
@@ -45,7 +45,7 @@ def test_torch_capture() -> None:
 
 
 def test_tensorflow_digits() -> None:
-    """The weights of a loop with a tape of its own are those of the full batch, in float32."""
+    """A loop with its own tape gives the weights of the full batch, in float32."""
     output = run("tensorflow_digits.py")
     assert float(re.search(r"weights are (\S+) apart", output)[1]) < 1e-3
     assert float(re.search(r"held-out digits: ([\d.]+)%", output)[1]) > 95
@@ -74,7 +74,7 @@ def test_jax(name: str) -> None:
         assert float(re.search(r"^exact: the largest error is (\S+),", output, re.MULTILINE)[1]) < 1e-12
 
 
-# What makes an example train on the full batch: plain JAX, or one micro-batch a window where they are fed.
+# These changes make an example train on the full batch: plain JAX, or one micro-batch per window.
 FULL = {
     "jax_optax.py": [("= value_and_grad(loss, micro_batch_size=32)", "= jax.value_and_grad(loss)")],
     "jax_nnx.py": [
@@ -88,12 +88,12 @@ FULL = {
     ],
     "jax_equinox.py": [("= value_and_grad(loss, micro_batch_size=32)", "= jax.value_and_grad(loss)")],
 }
-# What makes its gradient the mean of the micro-batches' means.
+# These changes turn its gradient into the mean of the micro-batches' means.
 MEAN_OF_MEANS = {
     **{name: [("= value_and_grad(loss, ", "= value_and_grad(loss, weight=lambda *batch: 1, ")] for name in JAX},
     "jax_linen.py": [("weight=len(y)", "weight=1")],
 }
-# What Flax needs beside JAX_ENABLE_X64 for weights in float64.
+# Flax needs these changes besides JAX_ENABLE_X64 for weights in float64.
 WIDE = {
     "jax_nnx.py": [("rngs=rngs)", "rngs=rngs, param_dtype=float)")],
     "jax_linen.py": [(f"Dense({size})", f"Dense({size}, param_dtype=float)") for size in (64, 10)],
@@ -101,7 +101,7 @@ WIDE = {
 
 
 def train(name: str, changes: list[tuple[str, str]], folder: Path) -> tuple[list[np.ndarray], list[str]]:
-    """The weights that the example ends with, once its text is changed, and what it prints about its epochs."""
+    """Runs an example with these changes; returns its final weights and the lines about its epochs."""
     text = (FOLDER / name).read_text(encoding="utf-8")
     for old, new in [*WIDE.get(name, []), *changes]:
         assert old in text
@@ -120,8 +120,8 @@ def gap(ours: list[np.ndarray], full: list[np.ndarray]) -> float:
 
 
 @pytest.mark.parametrize("name", ["jax_optax.py", *(pytest.param(name, marks=slow) for name in JAX[1:])])
-def test_jax_trains_as_the_full_batch_does(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each epoch's loss is the full batch's to the last digit shown, the weights to rounding; a mean of means fails."""
+def test_jax_examples_match_the_full_batch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses agree to the last digit shown and the weights up to rounding; a mean of means fails both checks."""
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
     full, full_epochs = train(name, FULL[name], tmp_path)
     ours, our_epochs = train(name, [], tmp_path)
@@ -140,11 +140,11 @@ def processes_of(session: int) -> list[str]:
 
 @pytest.mark.slow
 def test_torch_ray() -> None:
-    """Two workers with uneven data end with the weights of one process, and no process of Ray's is left."""
+    """Two workers with uneven data end with the weights of one process, and all processes of Ray end."""
     command = [sys.executable, str(FOLDER / "torch_ray.py")]
-    # Not tmp_path: Ray puts sockets there, whose paths may have 107 characters at most.
+    # Not tmp_path: Ray puts sockets there, and their paths may have at most 107 characters.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        # With a token given, Ray does not write one into the home folder.
+        # If it is given a token, Ray does not write one into the home folder.
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         environment = {**os.environ, **token, "RAY_TMPDIR": folder}
         with subprocess.Popen(
@@ -153,7 +153,7 @@ def test_torch_ray() -> None:
             try:
                 output, _ = process.communicate(timeout=300)
             finally:
-                process.kill()  # where it still runs; Ray's processes end with it
+                process.kill()  # if it still runs; Ray's processes end with it
         end = time.monotonic() + 30
         while (left := processes_of(process.pid)) and time.monotonic() < end:
             time.sleep(0.1)

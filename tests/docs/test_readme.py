@@ -1,5 +1,6 @@
-"""Runs the code blocks of README and docs, and checks their links and tables."""
+"""Runs the code blocks of README and docs, and checks their links, tables, and what they say about files."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,13 +23,18 @@ def blocks() -> Iterator[Any]:
     for page in PAGES:
         if page.name in ELSEWHERE:
             continue  # frameworks conflict in one process: the tests of each framework run these
-        for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)):
-            if not any(f"bigbatch.{other}" in code for other in ("keras", "jax", "tensorflow")):
+        for number, code in enumerate(python_blocks(page)):
+            is_of_torch = not any(f"bigbatch.{other}" in code for other in ("keras", "jax", "tensorflow"))
+            if is_of_torch and (page.name, number) != ("README.md", 0):
                 yield pytest.param(code, id=f"{page.name}-{number}")
 
 
-def what_the_reader_has(folder: Path) -> dict[str, Any]:
-    """A model, an optimizer, a loader: what the pages take for granted."""
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def readers_names(folder: Path) -> dict[str, Any]:
+    """The names that the pages assume a reader has: a model, an optimizer, a loader."""
     from bigbatch.torch import Accumulator, verify
 
     torch.manual_seed(0)
@@ -56,9 +62,9 @@ def what_the_reader_has(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("code", list(blocks()))
-def test_code_of_the_pages_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_blocks_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = what_the_reader_has(tmp_path)
+    names = readers_names(tmp_path)
     before = [p.detach().clone() for p in names["model"].parameters()]
     exec(compile(code, "page", "exec"), names)
     if "accumulator.step" in code or "train_with" in code or "micro.backward" in code:
@@ -66,22 +72,30 @@ def test_code_of_the_pages_runs(code: str, tmp_path: Path, monkeypatch: pytest.M
         assert all(moved)
 
 
-def test_the_first_screen() -> None:
+def test_first_block_runs_as_pasted() -> None:
+    names: dict[str, Any] = {}
+    exec(compile(python_blocks(ROOT / "README.md")[0], "README.md", "exec"), names)
+    assert names["step"].is_applied
+    assert names["accumulator"].num_steps == len(names["loader"]) == 5
+    assert names["step"].num_micro_batches == 7  # 53 = 6 x 8 + 5
+
+
+def test_first_screen_shows_code_and_make() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     code = next(k for k, line in enumerate(lines) if line == "```python")
     assert code < 8
-    assert lines[code + 1 :].index("```") <= 8
+    assert lines[code + 1 :].index("```") <= 14
     assert any(line.startswith("make demo") for line in lines[:24])
     assert any(line.startswith("make test") for line in lines[:24])
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub lets a link point to: the headings, in lower case, with dashes."""
+    """The anchors that GitHub makes of the headings: lower case, with dashes."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_have_targets() -> None:
     for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "RESULTS.md"]:
         for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
             to = page.parent / target if target else page
@@ -89,17 +103,62 @@ def test_links_lead_somewhere() -> None:
             assert not anchor or anchor in anchors(to), f"{page.name}: {target}#{anchor}"
 
 
-def test_the_list_of_files_is_complete() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+PACKAGE = ROOT / "bigbatch"
+
+
+def test_list_of_files_is_complete() -> None:
+    page = ARCHITECTURE.read_text(encoding="utf-8")
     assert tree() in page, "docs/architecture.md lists other files: run python -m tests.house --write"
 
 
-def test_the_comparison_is_that_of_the_tables() -> None:
+def test_picture_shows_the_imports_between_folders() -> None:
+    page = ARCHITECTURE.read_text(encoding="utf-8")
+    drawn = set(re.findall(r"^    (\w+) --> (\w+)$", page, re.MULTILINE))
+    needed = imports_between_folders() | {("cli", "tasks")}  # the command line finds tasks by name
+    assert drawn == needed, f"docs/architecture.md: add the arrows {needed - drawn}, remove {drawn - needed}"
+
+
+def imports_between_folders() -> set[tuple[str, str]]:
+    """The pairs of folders of which one imports from the other."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        own = path.relative_to(PACKAGE).parts
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                parts = [*own[: len(own) - node.level], *(node.module or "").split(".")]
+                targets = {parts[0] or alias.name for alias in node.names}
+                found |= {(own[0], target) for target in targets if (PACKAGE / target).is_dir()}
+    return {(folder, target) for folder, target in found if folder != target and (PACKAGE / folder).is_dir()}
+
+
+def test_files_that_the_architecture_names_exist() -> None:
+    text = ARCHITECTURE.read_text(encoding="utf-8").partition("<!-- files -->")[0]
+    names = set(re.findall(r"`([\w/]+(?:\.py|/))`", text))
+    assert len(names) > 20
+    missing = [name for name in names if not (ROOT / name).exists() and not any(PACKAGE.rglob(name.strip("/")))]
+    assert missing == []
+
+
+def test_files_of_each_job_exist() -> None:
+    """The table of the jobs: one column per framework."""
+    rows = re.findall(r"^\| (.*) \|$", ARCHITECTURE.read_text(encoding="utf-8"), re.MULTILINE)
+    table = [row.split(" | ") for row in rows]
+    head = table.index(["job", "torch", "tensorflow", "jax"])
+    jobs = [row for row in table[head + 2 :] if len(row) == 4][:10]
+    assert jobs[-1][0] == "private APIs of the framework"
+    for job, *cells in jobs:
+        for framework, cell in zip(("torch", "tensorflow", "jax"), cells, strict=True):
+            for name in re.findall(r"`([\w/.]+)`", cell):
+                assert (PACKAGE / framework / name).exists(), f"{job}: {framework}/{name}"
+
+
+def test_readme_compares_the_measured_figures() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert comparison() in readme, "README.md compares other figures: run python -m benchmarks.peers"
 
 
-def test_tables_are_filled() -> None:
+def test_tables_have_figures() -> None:
     pages = [*PAGES, ROOT / "benchmarks" / "RESULTS.md"]
     for page in pages:
         text = page.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Small models on the shared problems: trained on the full batch, and fed one micro-batch at a time."""
+"""Small models for the shared problems, trained on the full batch or fed one micro-batch at a time."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -22,7 +22,7 @@ def make_params(problem: Problem | None = None, dtype: Any = jnp.float64) -> Any
 
 
 def loss(params: Any, batch: Batch) -> jax.Array:
-    """The mean over the samples; over the tokens that are not ignored where there are any."""
+    """The mean over the samples, or over the tokens that are not ignored."""
     x = jnp.asarray(batch["x"])
     hidden = params["in"][x] if jnp.issubdtype(x.dtype, jnp.integer) else x.astype(params["in"].dtype) @ params["in"]
     logits = jnp.tanh(hidden + params["bias"]) @ params["out"]
@@ -49,7 +49,7 @@ def seven(num: int = 3) -> list[Batch]:
 
 
 def train_full(inner: Any, params: Any, batches: Iterable[Batch]) -> Any:
-    """The plain loop, with nothing of bigbatch in it."""
+    """The plain loop, without bigbatch."""
     inner = optax.with_extra_args_support(inner)
     state, update = inner.init(params), jax.jit(inner.update)
     for batch in batches:
@@ -60,7 +60,7 @@ def train_full(inner: Any, params: Any, batches: Iterable[Batch]) -> Any:
 
 
 def feed(optimizer: Any, params: Any, micro_batches: Iterable[Batch], state: Any = None) -> tuple[Any, Any]:
-    """One micro-batch after the other, without a flush at the end."""
+    """Feeds one micro-batch after the other, without a flush at the end."""
     state = optimizer.init(params) if state is None else state
     update = jax.jit(optimizer.update)
     for micro_batch in micro_batches:
@@ -71,7 +71,7 @@ def feed(optimizer: Any, params: Any, micro_batches: Iterable[Batch], state: Any
 
 
 def train_fed(optimizer: Any, params: Any, batches: Iterable[Batch], micro_batch_size: int) -> tuple[Any, Any]:
-    """Every batch is a window; a short one is flushed."""
+    """Trains with one window per batch; a short window is flushed."""
     state, flush = optimizer.init(params), jax.jit(optimizer.flush)
     for batch in batches:
         params, state = feed(optimizer, params, cut(batch, micro_batch_size), state)
@@ -81,6 +81,6 @@ def train_fed(optimizer: Any, params: Any, batches: Iterable[Batch], micro_batch
 
 
 def apart(ours: Any, full: Any, start: Any) -> float:
-    """How far apart two trainings from one start are, relative to how far the full batch's went."""
+    """The distance of two trainings from the same start, relative to the update of the full batch."""
     ours, full, start = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(p)]) for p in (ours, full, start))
     return float(np.linalg.norm(ours - full) / np.linalg.norm(full - start))

@@ -1,4 +1,4 @@
-"""A training that can be stopped in the middle of a window and taken up by another process.
+"""A training that can be stopped in the middle of a window and continued by another process.
 
 python -m tests.jax.resume FIRST LAST FOLDER: feeds the micro-batches FIRST to LAST; reads parameters and state from
 FOLDER unless FIRST is 0, and writes them there.
@@ -27,12 +27,12 @@ def begin() -> tuple[Any, Any]:
 
 
 def micro_batches(first: int, last: int) -> list[Any]:
-    """Of two and one digits in turn."""
+    """Micro-batches of two and one digits in turn."""
     return [m for batch in samples(*[3] * (NUM_MICRO_BATCHES // 2)) for m in cut(batch, 2)][first:last]
 
 
 def main(first: int, last: int, folder: Path, *, is_whole: bool = True) -> Any:
-    """The parameters at the end. Without `is_whole`, what was added up is forgotten: for a negative control."""
+    """Trains and returns the parameters. Without `is_whole`, the sums are dropped, for a negative control."""
     optimizer, params = begin()
     state = optimizer.init(params)
     with ocp.StandardCheckpointer() as checkpointer:

@@ -1,4 +1,4 @@
-"""A loop over pytrees that is stopped anywhere and taken up again ends as if nothing had happened."""
+"""A loop over pytrees that is stopped anywhere and resumed ends with the same result."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -23,7 +23,7 @@ X, Y = load_digits(return_X_y=True)
 
 
 class Shuffled:
-    """Batches in an order that NumPy's global numbers give."""
+    """Batches in an order drawn from NumPy's global generator."""
 
     def __init__(self, num: int = NUM_BATCHES) -> None:
         self.num = num
@@ -73,7 +73,7 @@ class Loop:
     def run(self, stop: int | None = None) -> "Loop":
         self.state = self.checkpoints.restore(self.state)
         for batch in self.checkpoints.batches(Shuffled(), EPOCHS):
-            self.checkpoints.wait()  # as a disk that is quick, so that there is one of every batch
+            self.checkpoints.wait()  # like a fast disk, so that every batch has a checkpoint
             if self.checkpoints.num_batches == stop:
                 break
             self.state = self.step(self.state, batch)
@@ -92,7 +92,7 @@ class Loop:
 @pytest.mark.parametrize("stops", [(5,), pytest.param(range(TOTAL + 1), marks=pytest.mark.slow)], ids=["5", "all"])
 @pytest.mark.parametrize("is_fed", [False, True])
 def test_stopped_anywhere(is_fed: bool, stops: Sequence[int], tmp_path: Path) -> None:
-    """Also in the middle of a window of multi_steps."""
+    """The loop may also stop in the middle of a window of multi_steps."""
     whole = Loop(tmp_path / "whole", is_fed).run()
     for stop in stops:
         Loop(tmp_path / f"{stop}", is_fed).run(stop)
@@ -100,7 +100,7 @@ def test_stopped_anywhere(is_fed: bool, stops: Sequence[int], tmp_path: Path) ->
 
 
 def test_saved_by_hand_before_and_after_a_step(tmp_path: Path) -> None:
-    """Whether the batch in hand is done or not, no batch is done twice and none is left out."""
+    """No batch is repeated or left out, whether the current batch is done or not."""
     whole = Loop(tmp_path / "whole").run()
     for stop in (0, 3, 6):
         for is_done in (False, True):
@@ -118,14 +118,14 @@ def test_saved_by_hand_before_and_after_a_step(tmp_path: Path) -> None:
             assert Loop(folder).run().ends_as(whole), f"stopped at batch {stop}, which was done: {is_done}"
 
 
-def test_without_the_random_numbers_it_would_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_differs_without_the_random_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Loop(tmp_path / "whole").run()
     Loop(tmp_path / "other").run(5)
     monkeypatch.setattr(Checkpoints, "_set_random", lambda *_: None)
     assert not Loop(tmp_path / "other").run().ends_as(whole)
 
 
-def test_what_does_not_fit(tmp_path: Path) -> None:
+def test_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.update({"a": jnp.zeros(3, jnp.float32), "b": 2})
         checkpoints.save(wait=True)
@@ -145,8 +145,8 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     assert found["a"].tolist() == [0, 0, 0]
 
 
-def test_a_plain_number_stays_one(tmp_path: Path) -> None:
-    """It would make float32 of all that is bfloat16."""
+def test_weakly_typed_number_stays_weak(tmp_path: Path) -> None:
+    """Otherwise it would turn bfloat16 values into float32."""
     state = {"rate": jnp.asarray(0.1), "params": jnp.ones(3, jnp.bfloat16)}
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.restore(state)
@@ -157,7 +157,7 @@ def test_a_plain_number_stays_one(tmp_path: Path) -> None:
     assert (found["rate"] * found["params"]).dtype == jnp.bfloat16
 
 
-def test_every_kind_of_leaf_stays_what_it_was() -> None:
+def test_every_kind_of_leaf_is_restored() -> None:
     state = {
         "weak": jnp.asarray(0.1),
         "scalar": jnp.float32(0.1),
@@ -175,7 +175,7 @@ def test_every_kind_of_leaf_stays_what_it_was() -> None:
     assert (found["number"], found["rate"], found["numpy"].tolist()) == (2, 0.5, [0, 1, 2])
 
 
-def test_sharded_arrays_go_back_to_where_they_were(tmp_path: Path) -> None:
+def test_sharded_arrays_return_to_their_devices(tmp_path: Path) -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
     sharding = NamedSharding(mesh, PartitionSpec("d"))
     with Checkpoints(tmp_path) as checkpoints:
@@ -187,7 +187,7 @@ def test_sharded_arrays_go_back_to_where_they_were(tmp_path: Path) -> None:
     assert found.tolist() == list(range(8))
 
 
-def test_buffers_that_are_given_up_are_copied_before(tmp_path: Path) -> None:
+def test_donated_buffers_are_copied_before(tmp_path: Path) -> None:
     checkpoints, state = Checkpoints(tmp_path), jnp.arange(1000.0)
     checkpoints.update(state)
     checkpoints.save()
@@ -197,7 +197,7 @@ def test_buffers_that_are_given_up_are_copied_before(tmp_path: Path) -> None:
         assert checkpoints.restore(state).tolist() == list(range(1000))
 
 
-def test_nobody_says_what_to_save(tmp_path: Path) -> None:
+def test_save_before_restore_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OrderError, match=r"call restore\(state\) before the loop"):
         Checkpoints(tmp_path).save()
     with Checkpoints(tmp_path) as checkpoints:

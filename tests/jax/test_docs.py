@@ -1,4 +1,4 @@
-"""What docs/jax.md and README.md show of JAX is run as it stands there."""
+"""Runs the code blocks about JAX in docs/jax.md and README.md."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ BLOCKS = [
 
 
 def what_the_reader_has():
-    """Parameters, an optimizer, a loader: what the page takes for granted."""
+    """The names that the pages assume a reader has: parameters, an optimizer, a loader."""
 
     def cross_entropies(logits, y):
         return optax.softmax_cross_entropy_with_integer_labels(logits, y)

@@ -27,7 +27,7 @@ def test_problems(problem, wrapped):
 
 
 @PROBLEMS
-def test_a_mean_of_means_is_not(problem):
+def test_negative_control_mean_of_means(problem):
     params = make_params(problem)
     loss, num = LOSSES[problem.kind], 2 if problem.kind == "terms" else 1
     equal = value_and_grad(loss, problem.micro_batch_size, weight=lambda batch: (1,) * num)
@@ -49,23 +49,23 @@ def test_sizes(size, micro):
     assert_equal(ours(params, batch), full_batch(problem, params, batch))
 
 
-def test_a_term_that_counts_nothing_in_a_micro_batch():
-    """Its mean there is 0/0, and so is its gradient: only the other term counts."""
+def test_term_with_weight_zero_in_a_micro_batch():
+    """The mean of that term and its gradient are 0/0, so only the other term counts."""
     problem = next(problem for problem in problems() if problem.kind == "terms")
     batch, params = tokens(0, 0, 60, 17, 0), language()
     ours = value_and_grad(LOSSES["terms"], 1, weight=WEIGHTS["terms"])
     assert_equal(jax.jit(ours)(params, batch), full_batch(problem, params, batch))
 
 
-def test_a_term_that_counts_nothing_at_all():
+def test_term_with_weight_zero_everywhere():
     batch, params = tokens(0, 0, 0, width=8), language()
     value, grads = value_and_grad(LOSSES["terms"], 2, weight=WEIGHTS["terms"])(params, batch)
     second = jax.value_and_grad(lambda params, batch: LOSSES["terms"](params, batch)[1])(params, batch)
     assert_equal((value, grads), second)
 
 
-def test_nothing_counts():
-    """The loss says so, and the gradient changes nothing."""
+def test_total_weight_of_zero():
+    """The loss is NaN, and the gradient changes nothing."""
     batch, params = tokens(0, 0, 0, width=8), language()
     value, grads = value_and_grad(tokens_loss, 2, weight=WEIGHTS["tokens"])(params, batch)
     assert np.isnan(value)
@@ -82,7 +82,7 @@ def test_sum():
     assert gap(value_and_grad(loss, 2)(params, batch), jax.value_and_grad(loss)(params, batch)) > 0.1
 
 
-def test_weights_of_samples_are_added_up():
+def test_weights_per_sample_are_summed():
     params, batch = make_params(problems()[0]), samples(7)[0]
     batch["weight"] = np.linspace(0.0, 2.0, 7)
 
@@ -98,7 +98,7 @@ def test_weights_of_samples_are_added_up():
 
 
 def test_sums_of_bf16_are_kept_in_float32():
-    """1024 gradients of one: added up in bf16 they are 256."""
+    """1024 gradients of one; their sum in bf16 would be 256."""
     ones = jnp.ones((1024, 1), jnp.bfloat16)
     found = grad(lambda w, x: (x @ w).sum(), 1, reduction="sum")(jnp.ones(1, jnp.bfloat16), ones)
     assert found.dtype == jnp.bfloat16
@@ -143,11 +143,11 @@ def test_complex_parameters():
     assert_equal(value_and_grad(loss, 2)(jnp.asarray(w), x), jax.value_and_grad(loss)(jnp.asarray(w), x))
 
 
-# --- the others --------------------------------------------------------------------------------------------------
+# --- optax --------------------------------------------------------------------------------------------------
 
 
 def test_optax_multi_steps_is_not_exact():
-    """Sizes 2, 2, 2, 1: every micro-batch counts the same."""
+    """With sizes 2, 2, 2, 1, every micro-batch counts the same."""
     params, batch = make_params(problems()[0]), samples(7)[0]
     optimizer = optax.MultiSteps(optax.sgd(1.0), 4)
     state = optimizer.init(params)

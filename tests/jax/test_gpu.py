@@ -1,4 +1,4 @@
-"""On a GPU: run with JAX_PLATFORMS=cuda."""
+"""Tests on a GPU: run them with JAX_PLATFORMS=cuda."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def test_problems(problem):
         assert_equal(ours(params, batch), full_batch(problem, params, batch), 1e-11)
 
 
-def test_nothing_goes_to_the_host_in_a_window():
+def test_no_transfer_to_the_host_within_a_window():
     batch, params = jax.device_put((samples(53)[0], classifier()))
     optimizer = multi_steps(optax.adam(1e-2), 4)
     state = optimizer.init(params)

@@ -14,7 +14,7 @@ WINDOWS = [[(3.0,), (0.0,), (5.0,)], [(0.0,), (4.0,)], [(0.0,)], [(3.0, 1.0), (6
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("weights", WINDOWS)
-def test_traced_arrays_count_as_plain_numbers_do(weights: Any, reduction: Any) -> None:
+def test_traced_arrays_give_the_shares_of_plain_numbers(weights: Any, reduction: Any) -> None:
     @jax.jit
     def both_ways(weights: Any) -> Any:
         total = totals(weights)
@@ -32,7 +32,7 @@ def test_traced_arrays_count_as_plain_numbers_do(weights: Any, reduction: Any) -
         np.testing.assert_allclose(np.array(found, float), np.array(plain), rtol=1e-6)
 
 
-def test_a_loss_that_counts_zero_leaves_no_nan_in_the_gradient() -> None:
+def test_loss_with_weight_zero_leaves_no_nan_in_the_gradient() -> None:
     def loss(x: Any, weight: Any) -> Any:
         return counted(x / weight, share(weight, 4.0, jnp.where), jnp.where)
 

@@ -1,4 +1,4 @@
-"""What a window takes, asked of the compiler."""
+"""The memory of a window, according to the compiler."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ def deep(num_layers=12, width=64):
 
 
 def loss(params, x):
-    """Activations dominate: 16 positions for each sample."""
+    """A loss whose activations dominate: 16 positions for each sample."""
     for layer in params:
         x = jnp.tanh(apply(layer, x))
     return jnp.square(x).mean()
@@ -38,5 +38,5 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches():
 
 
 def test_short_last_micro_batch():
-    """It is beside the loop, and uses its memory again."""
+    """It runs after the loop and reuses its memory."""
     assert temp_bytes(value_and_grad(loss, 32), 512 + 17) < 1.1 * temp_bytes(value_and_grad(loss, 32), 512)

@@ -1,4 +1,4 @@
-"""Micro-batches fed one at a time: the result is the full batch's, whatever their sizes, and a NaN does not stay."""
+"""Micro-batches fed one at a time give the result of the full batch, whatever their sizes, and a NaN does not stay."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ OPTIMIZERS = {
     "schedule": optax.sgd(optax.linear_schedule(0.5, 0.1, 4)),
     "plateau": optax.chain(optax.sgd(5.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.3)),
 }
-TAKEN = [p for p in problems() if p.kind != "terms"]  # in a gradient the terms are mixed already
+TAKEN = [p for p in problems() if p.kind != "terms"]  # a gradient already mixes the terms
 
 
 def assert_same(ours: Any, full: Any, start: Any, tolerance: float = 1e-12) -> None:
@@ -44,22 +44,22 @@ def test_every_problem(problem: Problem) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name: str) -> None:
-    """Several windows of sizes 2, 2, 2, 1; what the inner optimizer does, it does once a step."""
+    """Several windows of sizes 2, 2, 2, 1; the inner optimizer acts once per step."""
     params, batches = make_params(), seven(6)
     ours, state = train_fed(multi_steps(OPTIMIZERS[name], 4), params, batches, 2)
     assert_same(ours, train_full(OPTIMIZERS[name], params, batches), params)
     for count in optax.tree.get_all_with_path(state.inner_state, "count"):
-        assert count[1] == (0 if name == "plateau" else 6)  # plateau's own is of the values it averages
+        assert count[1] == (0 if name == "plateau" else 6)  # plateau counts the values that it averages
 
 
 def test_plateau_is_reached() -> None:
-    """Or the case above would not see a wrong loss."""
+    """Otherwise the case above would not detect a wrong loss."""
     _, state = train_fed(multi_steps(OPTIMIZERS["plateau"], 4), make_params(), seven(6), 2)
     assert optax.tree.get(state.inner_state, "scale") < 1
 
 
-def test_negative_control_optax_weighs_all_alike() -> None:
-    """The same micro-batches in optax.MultiSteps, whose mean is over micro-batches."""
+def test_negative_control_optax_multi_steps() -> None:
+    """The same micro-batches in optax.MultiSteps, which averages over micro-batches."""
     params, (batch,) = make_params(), seven(1)
     theirs = optax.MultiSteps(optax.sgd(0.5), 4).gradient_transformation()
     state, ended = theirs.init(params), params
@@ -72,7 +72,7 @@ def test_negative_control_optax_weighs_all_alike() -> None:
 
 
 def test_ramp() -> None:
-    """The same windows as those of bigbatch.windows; the step number counts on when one is skipped."""
+    """The windows are those of bigbatch.windows; a skipped window also advances the step number."""
     steps = [1, 2, 3, 4]
     micro_batches = [m for batch in seven(3) for m in cut(batch, 2)][:10]
     micro_batches[1] = micro_batches[2] = {**micro_batches[1], "x": micro_batches[1]["x"] * np.nan}
@@ -86,7 +86,7 @@ def test_ramp() -> None:
 
 
 def test_sum() -> None:
-    """Sums are added up and not divided; the weight is not needed."""
+    """Sums are not divided, so the weight is not needed."""
     params, (batch,) = make_params(), seven(1)
     optimizer = multi_steps(optax.sgd(0.1), 4, reduction="sum")
     state, ended = optimizer.init(params), params
@@ -143,7 +143,7 @@ def test_flush_with_the_last_micro_batch(is_traced: bool) -> None:
 
 @pytest.mark.parametrize("before", [0, 4])
 def test_flush_without_a_window_changes_nothing(before: int) -> None:
-    """Not even the count of an inner optimizer that would move parameters by itself."""
+    """The inner optimizer, which changes parameters even without a gradient, does not count it either."""
     params = make_params()
     optimizer = multi_steps(optax.adamw(0.1, weight_decay=0.5), 4)
     params, state = feed(optimizer, params, cut(seven(1)[0], 2)[:before])
@@ -153,8 +153,8 @@ def test_flush_without_a_window_changes_nothing(before: int) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_window_that_weighs_nothing() -> None:
-    """0/0 is left out; the window changes nothing, says so, and the next one is as always."""
+def test_window_with_weight_zero() -> None:
+    """0/0 is left out. The window changes nothing and says so, and the next one is exact."""
     params, (batch,) = make_params(), seven(1)
     optimizer = multi_steps(optax.adamw(0.1), 4)
     empty = {"x": batch["x"][:2], "y": np.full(2, -100)}
@@ -167,11 +167,11 @@ def test_a_window_that_weighs_nothing() -> None:
     assert (state.step, state.num_skipped) == (2, 1)
 
 
-# --- what is not finite --------------------------------------------------------------------------------------
+# --- non-finite gradients --------------------------------------------------------------------------------------
 
 
 def poisoned() -> tuple[list[Any], list[Any]]:
-    """Three batches of seven and their micro-batches, of which one is not a number."""
+    """Three batches of seven and their micro-batches, one of which is NaN."""
     batches = seven(3)
     micro_batches = [m for batch in batches for m in cut(batch, 2)]
     micro_batches[5] = {**micro_batches[5], "x": micro_batches[5]["x"] * np.nan}
@@ -188,7 +188,7 @@ def test_negative_control_optax_stays_nan() -> None:
     assert np.isnan(params["bias"]).all()
 
 
-def test_the_window_is_skipped() -> None:
+def test_window_is_skipped() -> None:
     params, (batches, micro_batches) = make_params(), poisoned()
     ours, state = feed(multi_steps(optax.adam(0.1), 4), params, micro_batches)
     assert_same(ours, train_full(optax.adam(0.1), params, [batches[0], batches[2]]), params)
@@ -196,7 +196,7 @@ def test_the_window_is_skipped() -> None:
     assert state.inner_state[0].count == 2
 
 
-def test_the_micro_batch_is_left_out() -> None:
+def test_micro_batch_is_left_out() -> None:
     params, (batches, micro_batches) = make_params(), poisoned()
     ours, state = feed(multi_steps(optax.adam(0.1), 4, non_finite="micro_batch"), params, micro_batches)
     rest = {name: np.delete(part, [2, 3], axis=0) for name, part in batches[1].items()}
@@ -207,13 +207,13 @@ def test_the_micro_batch_is_left_out() -> None:
 def test_all_micro_batches_are_left_out() -> None:
     params, (_, micro_batches) = make_params(), poisoned()
     optimizer = multi_steps(optax.adamw(0.1), 2, non_finite="micro_batch")
-    empty = {**micro_batches[5], "y": np.full(2, -100)}  # counts nothing, so that there is nothing to leave out
+    empty = {**micro_batches[5], "y": np.full(2, -100)}  # counts zero, so there is nothing to leave out
     same, state = feed(optimizer, params, [micro_batches[5], empty, micro_batches[5], micro_batches[5]])
     assert apart(same, params, make_params(dtype=jnp.float32)) == 0
     assert (state.step, state.num_skipped, state.num_dropped) == (2, 2, 3)
 
 
-def test_it_is_kept_if_asked_for() -> None:
+def test_nonfinite_gradient_is_kept_on_request() -> None:
     params, (_, micro_batches) = make_params(), poisoned()
     params, state = feed(multi_steps(optax.adam(0.1), 4, non_finite="keep"), params, micro_batches)
     assert np.isnan(params["bias"]).all()
@@ -222,8 +222,8 @@ def test_it_is_kept_if_asked_for() -> None:
 
 @pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_bad_weight_that_cannot_be_read(bad: float, reduction: Any) -> None:
-    """In jit nothing can be raised, but the window is skipped."""
+def test_bad_weight_inside_jit(bad: float, reduction: Any) -> None:
+    """Inside jit nothing can be raised, but the window is skipped."""
     params = make_params()
     optimizer = multi_steps(optax.sgd(0.1), 2, reduction=reduction, non_finite="keep")
     update, state = jax.jit(optimizer.update), optimizer.init(params)
@@ -272,13 +272,13 @@ def test_bad_arguments(given: dict[str, Any], error: type[Exception], told: str)
         optimizer.update(params, optimizer.init(params), params, **given)
 
 
-def test_a_ramp_that_cannot_be() -> None:
+def test_invalid_ramp() -> None:
     params, optimizer = make_params(), multi_steps(optax.sgd(0.1), lambda step: 0)
     with pytest.raises(OptionError, match="accumulation_steps\\(step\\) is 0"):
         optimizer.update(params, optimizer.init(params), params, weight=1)
 
 
-def test_gradients_of_something_else() -> None:
+def test_gradients_that_do_not_fit_are_refused() -> None:
     params, optimizer = make_params(), multi_steps(optax.sgd(0.1), 2)
     state = optimizer.init(params)
     with pytest.raises(GradientError, match=r"the gradient of .'bias'. has the shape \(5, 12\) but the parameter"):
@@ -287,8 +287,8 @@ def test_gradients_of_something_else() -> None:
         optimizer.update({"bias": params["bias"]}, state, params, weight=1)
 
 
-def test_no_nan_is_made_in_debug_mode() -> None:
-    """Without `value`, and with a weight of zero: jax_debug_nans would stop there."""
+def test_debug_nans_finds_nothing() -> None:
+    """This holds without `value` and with a weight of zero, where jax_debug_nans might stop."""
     params, optimizer = make_params(), multi_steps(optax.sgd(0.1), 2)
     with jax.debug_nans(True):
         state = optimizer.init(params)

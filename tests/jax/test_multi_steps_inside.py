@@ -1,4 +1,4 @@
-"""multi_steps inside of what JAX and optax have, and what they have inside of it."""
+"""multi_steps combined with transformations of JAX, optax and Flax, outside and inside of it."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def assert_same(ours: Any, full: Any, start: Any, tolerance: float = 1e-12) -> N
 
 
 def fed(optimizer: Any, params: Any, batch: Any, **extra: Any) -> tuple[Any, Any]:
-    """One window of 2, 2, 2, 1."""
+    """Feeds one window of sizes 2, 2, 2, 1."""
     state, ended = optimizer.init(params), params
     update = jax.jit(lambda g, s, w, v: optimizer.update(g, s, params, weight=w, value=v, **extra))
     for micro_batch in cut(batch, 2):
@@ -36,7 +36,7 @@ def fed(optimizer: Any, params: Any, batch: Any, **extra: Any) -> tuple[Any, Any
 # --- JAX -----------------------------------------------------------------------------------------------------
 
 
-def test_it_is_optax() -> None:
+def test_it_is_an_optax_transformation() -> None:
     assert isinstance(multi_steps(optax.sgd(0.1), 2), optax.GradientTransformationExtraArgs)
 
 
@@ -62,7 +62,7 @@ def test_one_trace_serves_all_micro_batches_and_the_state_can_be_donated() -> No
     assert [leaf.dtype for leaf in jax.tree.leaves(state)] == dtypes
 
 
-def test_outside_of_jit_nothing_is_compiled_twice() -> None:
+def test_nothing_is_compiled_twice_outside_jit() -> None:
     traces = []
 
     def scale(updates: Any, params: Any = None) -> Any:
@@ -85,7 +85,7 @@ def test_outside_of_jit_nothing_is_compiled_twice() -> None:
 
 
 def test_the_inner_optimizer_runs_only_at_the_boundary() -> None:
-    """Seen from the outside: how often it calls back to Python."""
+    """The inner optimizer counts its calls with a callback to Python."""
     calls = []
 
     def count(updates: Any, state: Any, params: Any = None) -> Any:
@@ -99,7 +99,7 @@ def test_the_inner_optimizer_runs_only_at_the_boundary() -> None:
 
 
 def test_scan_over_micro_batches() -> None:
-    """Padded to equal shapes, with the padding ignored: 2, 2, 2 and 1 count."""
+    """Micro-batches of 2, 2, 2 and 1 samples, padded to equal shapes; the padding is ignored."""
     params, (batch,) = make_params(), seven(1)
     optimizer = multi_steps(optax.adam(0.1), 4)
     x = np.concatenate([batch["x"], batch["x"][:1]]).reshape(4, 2, 64)
@@ -119,7 +119,7 @@ def test_scan_over_micro_batches() -> None:
 
 
 def test_vmap() -> None:
-    """Two trainings side by side: one is flushed after two micro-batches, the other goes on."""
+    """Two trainings in parallel: one is flushed after two micro-batches, the other continues."""
     params, (batch,) = make_params(), seven(1)
     optimizer = multi_steps(optax.adam(0.1), 4)
     both = jax.tree.map(lambda p: jnp.stack([p, p]), params)
@@ -141,7 +141,7 @@ def test_vmap() -> None:
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_parameters(kind: AxisType) -> None:
-    """The sums lie where the parameters lie."""
+    """The sums are sharded like the parameters."""
     mesh = jax.make_mesh((2,), ("model",), axis_types=(kind,), devices=jax.devices()[:2])
     params, batch = make_params(), seven(1)[0]
     full = train_full(optax.adam(0.1), params, [batch])
@@ -163,8 +163,8 @@ def test_sharded_parameters(kind: AxisType) -> None:
 # --- dtypes and trees ----------------------------------------------------------------------------------------
 
 
-def test_bfloat16_is_added_up_in_float32() -> None:
-    """Rounded once, at the end; with optax.identity the update is the gradient itself."""
+def test_bfloat16_is_summed_in_float32() -> None:
+    """The sum is rounded once, at the end. With optax.identity the update is the gradient itself."""
     draw = np.random.default_rng(0)
     gradients = [jnp.asarray(draw.normal(size=50) + 1, jnp.bfloat16) for _ in range(200)]
     weights = draw.integers(1, 9, 200)
@@ -177,12 +177,12 @@ def test_bfloat16_is_added_up_in_float32() -> None:
     assert updates.dtype == jnp.bfloat16
     np.testing.assert_array_equal(updates, jnp.asarray(exact, jnp.bfloat16))
     naive = sum((g * jnp.bfloat16(w) for g, w in zip(gradients, weights, strict=True)), jnp.zeros(50, jnp.bfloat16))
-    assert np.abs(naive / weights.sum() - exact).max() > 0.03  # what bfloat16 sums would give
+    assert np.abs(naive / weights.sum() - exact).max() > 0.03  # the result of bfloat16 sums
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64])
-def test_dtypes_stay(dtype: Any) -> None:
-    """Those of updates, parameters and state; flush too, in float32 where no parameters are given."""
+def test_dtypes_do_not_change(dtype: Any) -> None:
+    """This holds for updates, parameters and state, also after flush, which gives float32 without parameters."""
     params = make_params(dtype=dtype)
     optimizer = multi_steps(optax.adam(0.1), 4)
     ours, state = train_fed(optimizer, params, [{name: part[:5] for name, part in seven(1)[0].items()}], 2)
@@ -204,8 +204,8 @@ def test_complex_parameters() -> None:
     np.testing.assert_allclose(updates, -1.25 * params, rtol=1e-15)
 
 
-def test_leaves_that_are_not_trained() -> None:
-    """None in equinox, MaskedNode in optax."""
+def test_untrained_leaves() -> None:
+    """They are None in equinox and MaskedNode in optax."""
     params, (batch,) = make_params(), seven(1)
     full = train_full(optax.adam(0.1), params, [batch])
     model = (params, eqx.filter({"n": jnp.arange(3), "f": jax.nn.relu}, eqx.is_inexact_array))
@@ -227,7 +227,7 @@ def test_leaves_that_are_not_trained() -> None:
 
 
 def test_in_a_chain() -> None:
-    """There is no `flush` in a chain, but update() with nothing does the same."""
+    """A chain has no `flush`, but update() with zeros and flush=True does the same."""
     params, (batch,) = make_params(), seven(1)
     chain = optax.chain(multi_steps(optax.sgd(0.5), 100), optax.scale(2.0))
     same, state = fed(chain, params, batch)
@@ -256,7 +256,7 @@ def test_injected_hyperparameters() -> None:
     ids=["lbfgs", "backtracking", "polyak"],
 )
 def test_line_search(inner: Any, is_flushed: bool) -> None:
-    """Value and gradient are those of the window; `value_fn` is the whole batch's, which only the user has."""
+    """Value and gradient are those of the window; `value_fn` is that of the whole batch, which the user passes."""
     params, (batch,) = make_params(), seven(1)
 
     def whole(params: Any) -> jax.Array:
@@ -276,7 +276,7 @@ def test_line_search(inner: Any, is_flushed: bool) -> None:
 
 
 def test_a_line_search_sees_no_micro_batch() -> None:
-    """A `grad` of the last micro-batch alone, as the caller has it, is replaced by the window's."""
+    """If the caller passes the `grad` of the last micro-batch, that of the window replaces it."""
     params, (batch,) = make_params(), seven(1)
     seen = []
 
@@ -291,7 +291,7 @@ def test_a_line_search_sees_no_micro_batch() -> None:
 
 
 def test_train_state_of_linen() -> None:
-    """apply_gradients() passes no weight on, so sums are fed to it; else tx.update() is called, as in the example."""
+    """apply_gradients() passes no weight on, so it is fed with sums; the example calls tx.update() instead."""
     params, (batch,) = make_params(), seven(1)
     tx = multi_steps(optax.sgd(0.5 / 7), 4, reduction="sum")
     state = TrainState.create(apply_fn=loss, params=params, tx=tx)
@@ -307,7 +307,7 @@ def test_train_state_of_linen() -> None:
 
 
 class PassesOn(TrainState):
-    """As in docs/jax.md."""
+    """The class of docs/jax.md."""
 
     def apply_gradients(self, *, grads: Any, **extra: Any) -> Any:
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params, **extra)
@@ -324,7 +324,7 @@ def test_train_state_of_flax_that_passes_the_weight_on(compiled: bool) -> None:
         return state.apply_gradients(grads=jax.grad(loss)(state.params, micro_batch), weight=weight)
 
     train = jax.jit(train) if compiled else train
-    for batch in batches:  # windows of four, each ended by hand
+    for batch in batches:  # windows of four, each ended by a flush
         for micro_batch in cut(batch, 2):
             state = train(state, micro_batch, weight(micro_batch))
         nothing = jax.tree.map(jnp.zeros_like, params)
@@ -338,7 +338,7 @@ def test_train_state_of_flax_that_passes_the_weight_on(compiled: bool) -> None:
     assert apart(equal.params, full, params) > 1e-4
 
 
-def test_train_state_of_flax_is_named_where_the_weight_is_missing() -> None:
+def test_error_without_a_weight_names_the_train_state_of_flax() -> None:
     params = make_params()
     state = TrainState.create(apply_fn=loss, params=params, tx=multi_steps(optax.adam(0.1), 4))
     with pytest.raises(OptionError, match=r"needs weight.*TrainState\.apply_gradients does not pass it on"):
@@ -347,7 +347,7 @@ def test_train_state_of_flax_is_named_where_the_weight_is_missing() -> None:
 
 @pytest.mark.parametrize("is_flushed", [False, True])
 def test_lookahead(is_flushed: bool) -> None:
-    """Its gradients are those of the fast parameters, of which it has slow ones beside."""
+    """Its gradients are those of the fast parameters; it also holds slow ones."""
     inner, batches = optax.lookahead(optax.adam(0.1), sync_period=2, slow_step_size=0.5), seven(3)
     start = optax.LookaheadParams.init_synced(make_params())
 

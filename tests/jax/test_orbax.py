@@ -1,4 +1,4 @@
-"""Saved with orbax in the middle of a window, and taken up as if nothing had happened."""
+"""States saved with orbax in the middle of a window resume exactly."""
 
 import subprocess
 import sys
@@ -31,14 +31,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("stop", [1, 4, 6])
-def test_any_place_will_do(stop: int, undisturbed: Path, tmp_path: Path) -> None:
+def test_window_resumes_from_any_micro_batch(stop: int, undisturbed: Path, tmp_path: Path) -> None:
     main(0, stop, tmp_path)
     main(stop, NUM_MICRO_BATCHES, tmp_path)
     assert_same_bits(tmp_path, undisturbed)
 
 
-def test_another_process_goes_on(undisturbed: Path, tmp_path: Path) -> None:
-    """Stopped after 6 of 10 micro-batches, two into a window of four."""
+def test_another_process_continues(undisturbed: Path, tmp_path: Path) -> None:
+    """The first process stops after 6 of 10 micro-batches, two into a window of four."""
     main(0, 6, tmp_path)
     command = [sys.executable, "-m", "tests.jax.resume", "6", str(NUM_MICRO_BATCHES), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -1,4 +1,4 @@
-"""Batches over several devices: exact, reduced once after the loop, the batch stays where it is."""
+"""Batches on several devices are exact, reduced once after the loop, and stay where they are."""
 
 from functools import partial
 
@@ -39,7 +39,7 @@ def on(mesh, tree, spec=REPLICATED):
 
 
 def padded_tokens(*lengths, multiple):
-    """Uneven texts, filled up with texts that count nothing."""
+    """Uneven texts, padded with texts that count zero."""
     batch, is_real = pad(tokens(*lengths), multiple)
     return {**batch, "y": np.where(is_real[:, None] == 1, batch["y"], -100)}
 
@@ -49,7 +49,7 @@ def padded_tokens(*lengths, multiple):
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("wrapped", [jax.jit, lambda f: f], ids=["jit", "plain"])
 def test_tokens(name, kind, wrapped):
-    """13 texts on 2 or 4 devices: the last have only filling. Micro-batches of 8, and what is left over."""
+    """13 texts on 2 or 4 devices, of which the last have only padding, in micro-batches of 8 and the rest."""
     mesh, sharding = make_mesh(name, kind)
     params, batch = language(), padded_tokens(3, 60, 17, 40, 0, 5, 21, 8, 0, 33, 2, 60, 1, multiple=20)
     right = jax.jit(jax.value_and_grad(tokens_loss))(params, tokens(3, 60, 17, 40, 0, 5, 21, 8, 0, 33, 2, 60, 1))
@@ -82,8 +82,8 @@ def test_one_reduction_with_weights():
     assert collectives(ours, params, batch) == ({"all-reduce": 1}, {})
 
 
-def test_the_check_sees_reductions_in_loops():
-    """A plain scan over a batch on automatic axes reduces in every round."""
+def test_negative_control_plain_scan_reduces_in_the_loop():
+    """A plain scan over a batch on automatic axes reduces in every iteration."""
     mesh, sharding = make_mesh("four devices", AUTO)
     params, batch = on(mesh, classifier()), jax.device_put(samples(48)[0], sharding)
 
@@ -103,8 +103,8 @@ def test_the_check_sees_reductions_in_loops():
     [((4,), ("a",), P("a")), ((2, 2), ("data", "model"), P("data")), ((2, 2), ("dp", "fsdp"), P(("dp", "fsdp")))],
     ids=str,
 )
-def test_automatic_axes_that_nobody_names(shape, axes, spec):
-    """Inside of jit they do not show what is spread over them, but an only one, or one with a usual name, is tried."""
+def test_automatic_axes_without_sharding(shape, axes, spec):
+    """Inside jit JAX does not know what is sharded over them, so an only axis, or one with a usual name, is assumed."""
     mesh = Mesh(np.array(jax.devices()).reshape(shape), axes)
     batch = jax.device_put(samples(48)[0], NamedSharding(mesh, spec))
     params = on(mesh, classifier())
@@ -114,8 +114,8 @@ def test_automatic_axes_that_nobody_names(shape, axes, spec):
 
 
 @pytest.mark.parametrize("how", ["odd names", "a constraint", "told not to", "sizes"])
-def test_automatic_axes_that_are_left_alone(how):
-    """Exact all the same, and the batch is not gathered; but gradients are reduced in every round."""
+def test_automatic_axes_left_to_the_compiler(how):
+    """The result is exact and the batch is not gathered, but gradients are reduced in every iteration."""
     names = ("a", "b") if how == "odd names" else ("data", "b")
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), names)
     sharding = NamedSharding(mesh, P(names[0]))
@@ -137,7 +137,7 @@ def test_automatic_axes_that_are_left_alone(how):
     assert_equal(found, jax.jit(jax.value_and_grad(samples_loss))(classifier(), samples(48)[0]))
 
 
-def test_the_mesh_that_is_set():
+def test_mesh_of_set_mesh():
     mesh, sharding = make_mesh("four devices", AUTO)
     params, batch = on(mesh, classifier()), jax.device_put(samples(48)[0], sharding)
     right = jax.jit(jax.value_and_grad(samples_loss))(classifier(), samples(48)[0])
@@ -150,7 +150,7 @@ def test_the_mesh_that_is_set():
 
 @KINDS
 def test_terms(kind):
-    """Terms with counts of their own are counted over all devices first: one more reduction, of a few numbers."""
+    """Terms with their own counts are counted over all devices first: one more reduction, of a few numbers."""
     mesh, sharding = make_mesh("four devices", kind)
     lengths = 3, 60, 17, 40, 0, 0, 0, 8, 0, 33, 2, 60
 
@@ -184,7 +184,7 @@ def test_aux(kind):
 
 @KINDS
 def test_keys(kind):
-    """By sample, dropout is that of one device; by micro-batch, all devices draw different numbers."""
+    """With keys per sample, dropout is that of one device; per micro-batch, all devices draw different numbers."""
     mesh, sharding = make_mesh("four devices", kind)
     told = sharding if kind == AUTO else None
     batch, key = samples(40)[0], jax.random.key(5)
@@ -204,12 +204,12 @@ def test_keys(kind):
     assert np.array_equal(np.unique(numbers, return_counts=True)[1], [2] * 20)
 
 
-# --- parameters that are spread -------------------------------------------------------------------------------------
+# --- sharded parameters -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrapped", [jax.jit, lambda f: f], ids=["jit", "plain"])
-def test_parameters_spread_over_the_axis_of_the_batch(wrapped):
-    """Gathered once, and the gradient scattered: every device gets the part of its parameters."""
+def test_parameters_sharded_over_the_axis_of_the_batch(wrapped):
+    """Parameters are gathered once and the gradient is scattered: every device gets the part of its own parameters."""
     mesh, sharding = make_mesh("four devices", EXPLICIT)
     specs = {"first": {"kernel": P(None, "data"), "bias": P("data")}, "second": {"kernel": P("data"), "bias": P()}}
     params = jax.tree.map(partial(on, mesh), classifier(), specs)
@@ -225,7 +225,7 @@ def test_parameters_spread_over_the_axis_of_the_batch(wrapped):
 
 
 @KINDS
-def test_parameters_spread_over_another_axis(kind):
+def test_parameters_sharded_over_another_axis(kind):
     """Tensor parallelism over one axis, the batch over the other."""
     mesh, sharding = make_mesh("one axis of two", kind)
     specs = {"first": {"kernel": P(None, "model"), "bias": P("model")}, "second": {"kernel": P("model"), "bias": P()}}
@@ -248,7 +248,7 @@ def test_parameters_spread_over_another_axis(kind):
 
 
 @pytest.mark.parametrize("spec", [P("data", "model"), P(("data", "model")), P(None, ("model", "data"))], ids=str)
-def test_parameters_spread_over_both(spec):
+def test_parameters_sharded_over_both_axes(spec):
     mesh, sharding = make_mesh("one axis of two", EXPLICIT)
     w, x = np.linspace(-1, 1, 64 * 4).reshape(64, 4), samples(40)[0]["x"]
 
@@ -262,8 +262,8 @@ def test_parameters_spread_over_both(spec):
 
 
 @KINDS
-def test_what_goes_whole_may_be_spread(kind):
-    """A teacher's parameters, spread over the axis of the batch."""
+def test_keyword_arguments_may_be_sharded(kind):
+    """A teacher's parameters, sharded over the axis of the batch."""
     mesh, sharding = make_mesh("four devices", kind)
 
     def loss(params, x, *, teacher):
@@ -276,8 +276,8 @@ def test_what_goes_whole_may_be_spread(kind):
 
 
 @KINDS
-def test_a_loss_with_a_loop_of_its_own(kind):
-    """A recurrent net: its loop begins with zeros, which are the same on all devices."""
+def test_loss_with_a_scan(kind):
+    """A recurrent net. Its carry starts with zeros, which are the same on all devices."""
     mesh, sharding = make_mesh("four devices", kind)
 
     def loss(w, x):
@@ -290,14 +290,14 @@ def test_a_loss_with_a_loop_of_its_own(kind):
     assert_equal(ours(on(mesh, w), jax.device_put(x, sharding)), jax.jit(jax.value_and_grad(loss))(w, x))
 
 
-# --- inside of a shard_map of the user's -----------------------------------------------------------------------
+# --- inside the user's own shard_map -----------------------------------------------------------------------
 
 
 @pytest.mark.each_value
 @KINDS
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(kind, check_vma):
-    """There the batch is the device's own part, and micro_batch_size cuts that."""
+    """The batch is the device's own part, and micro_batch_size cuts that part."""
     mesh, sharding = make_mesh("four devices", kind)
     batch = padded_tokens(3, 60, 17, 40, 0, 5, 21, 8, 0, 33, 2, 60, 1, multiple=20)
     ours = value_and_grad(tokens_loss, 2, weight=WEIGHTS["tokens"], axes=None if check_vma else "data")
@@ -321,8 +321,8 @@ def test_shard_map_with_keys_by_sample():
     assert_equal(found, jax.jit(jax.value_and_grad(dropout))(classifier(), batch, jax.random.split(key, 40)))
 
 
-def test_models_of_their_own():
-    """Every device trains another model: whether it does cannot be seen, so it has to be said."""
+def test_one_model_per_device():
+    """Every device trains another model. JAX does not show that, so the user passes axes."""
     mesh, _ = make_mesh("four devices", AUTO)
     w, x = np.linspace(-1, 1, 256).reshape(4, 64), samples(40)[0]["x"]
 
@@ -342,7 +342,7 @@ def test_models_of_their_own():
 
 
 def test_tensor_parallel_in_a_shard_map():
-    """The value is the same on all devices of the other axis, since the loss makes it so."""
+    """The loss makes the value the same on all devices of the other axis."""
     mesh, _ = make_mesh("one axis of two", AUTO)
     w, x = np.linspace(-1, 1, 256).reshape(64, 4), samples(40)[0]["x"]
 
@@ -356,8 +356,8 @@ def test_tensor_parallel_in_a_shard_map():
     assert_equal(jax.jit(ours)(w, x), right)
 
 
-def test_what_is_summed_by_the_type_of_a_value_is_wrong():
-    """The negative control: a scan by hand whose gradients JAX has added up already, added up again."""
+def test_negative_control_gradients_reduced_twice():
+    """JAX has already summed these gradients over the devices, so psum sums them twice."""
     mesh, sharding = make_mesh("four devices", AUTO)
     batch = samples(16)[0]
 
@@ -369,7 +369,7 @@ def test_what_is_summed_by_the_type_of_a_value_is_wrong():
     assert gap(found, jax.grad(samples_loss)(classifier(), batch)) > 1
 
 
-def test_a_loss_that_is_reduced_already():
+def test_loss_that_is_already_reduced():
     mesh, _ = make_mesh("four devices", AUTO)
     ours = value_and_grad(lambda params, batch: lax.pmean(samples_loss(params, batch), "data"), 2)
     mapped = jax.shard_map(ours, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
@@ -377,10 +377,10 @@ def test_a_loss_that_is_reduced_already():
         jax.jit(mapped)(classifier(), samples(16)[0])
 
 
-# --- what cannot work ------------------------------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------------------
 
 
-def test_sizes_that_devices_cannot_share():
+def test_sizes_that_do_not_divide_by_the_devices():
     mesh, sharding = make_mesh("four devices", AUTO)
     params, batch = on(mesh, classifier()), jax.device_put(samples(48)[0], sharding)
     with pytest.raises(
@@ -391,7 +391,7 @@ def test_sizes_that_devices_cannot_share():
         value_and_grad(samples_loss, 4, sharding=sharding)(params, samples(13)[0])
 
 
-def test_axes_that_are_not_there():
+def test_unknown_axes():
     mesh, _ = make_mesh("four devices", AUTO)
     with pytest.raises(OptionError, match="no mesh is set"):
         value_and_grad(samples_loss, 4, sharding=P("data"))(classifier(), samples(48)[0])
@@ -399,7 +399,7 @@ def test_axes_that_are_not_there():
         value_and_grad(samples_loss, 4, sharding=P("rows"))(classifier(), samples(48)[0])
 
 
-def test_arrays_spread_over_different_axes():
+def test_arrays_sharded_over_different_axes():
     mesh, _ = make_mesh("two axes", EXPLICIT)
     batch = samples(48)[0]
     batch = {"x": on(mesh, batch["x"], P("data")), "y": on(mesh, batch["y"], P("fsdp"))}
@@ -407,8 +407,8 @@ def test_arrays_spread_over_different_axes():
         value_and_grad(samples_loss, 4)(on(mesh, classifier()), batch)
 
 
-def test_one_array_that_is_not_spread():
-    """Labels on every device, images spread: the labels are spread too."""
+def test_one_array_that_is_not_sharded():
+    """Labels are on every device and images are sharded, so the labels are sharded too."""
     for kind in (EXPLICIT, AUTO):
         mesh, sharding = make_mesh("four devices", kind)
         batch = samples(48)[0]
@@ -423,7 +423,7 @@ def test_a_mesh_of_one_device():
     assert_equal(grad(samples_loss, 4)(classifier(), batch), jax.grad(samples_loss)(classifier(), samples(13)[0]))
 
 
-# --- filling ---------------------------------------------------------------------------------------------------------
+# --- padding ---------------------------------------------------------------------------------------------------------
 
 
 def test_pad():
@@ -440,7 +440,7 @@ def test_pad():
         pad(batch, 0)
 
 
-def test_filling_counts_nothing():
+def test_padding_counts_zero():
     def loss(params, batch, is_real):
         each = jax.vmap(lambda x, y: samples_loss(params, {"x": x, "y": y}))(batch["x"], batch["y"])
         return (each * is_real).sum() / is_real.sum()

@@ -1,7 +1,7 @@
-"""multi_steps fed in whatever order: weights, zeros, what is not finite, flushes, refused calls.
+"""multi_steps fed in any order: weights, zeros, non-finite gradients, flushes, refused calls.
 
-A plain reference in NumPy and float64 goes along, and only learns at the end of a window. Twenty examples, or as
-many as BIGBATCH_EXAMPLES says.
+A plain reference in NumPy and float64 steps at the end of each window. hypothesis tries twenty examples, or
+BIGBATCH_EXAMPLES.
 """
 
 from typing import Any
@@ -118,7 +118,7 @@ class Machine(RuleBasedStateMachine):
 
 
 class MeanOfMeans(Machine):
-    """The negative control: a reference that divides by the number of micro-batches."""
+    """A negative control that divides by the number of micro-batches."""
 
     @staticmethod
     def mean(gradients: list[np.ndarray], weights: list[float]) -> np.ndarray:
@@ -129,6 +129,6 @@ def test_any_order_of_calls_is_right_or_refused() -> None:
     run_state_machine_as_test(Machine, settings=few)
 
 
-def test_this_would_find_a_mean_of_means() -> None:
+def test_negative_control_mean_of_means() -> None:
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         run_state_machine_as_test(MeanOfMeans, settings=settings(few, phases=[Phase.generate]))

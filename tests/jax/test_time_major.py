@@ -1,4 +1,4 @@
-"""A batch whose leading axis is time: a warning where it is cut, and the cause in verify."""
+"""A batch whose leading axis is time gives a warning if it is cut, and is a cause that verify names."""
 
 import warnings
 
@@ -20,7 +20,7 @@ WEIGHT = {"w": jnp.asarray(draw.normal(size=(6, 4))), "u": jnp.asarray(draw.norm
 
 
 def states(params, x):
-    """Of a recurrent layer that runs along the leading axis."""
+    """The states of a recurrent layer that runs along the leading axis."""
 
     def body(h, row):
         h = jnp.tanh(row @ params["w"] + h @ params["u"])
@@ -34,7 +34,7 @@ def scanned(params, x):
 
 
 def looped(params, x):
-    """fori_loop is a scan without rows."""
+    """The same with fori_loop, which is a scan without rows."""
 
     def body(k, h):
         return jnp.tanh(x[k] @ params["w"] + h @ params["u"])
@@ -43,13 +43,13 @@ def looped(params, x):
 
 
 def remembered(params, x):
-    """Each row meets the one before."""
+    """Each row is combined with the previous one."""
     rows = x @ params["w"]
     return (lax.scan(lambda last, row: (row, jnp.tanh(row - last)), rows[0], rows)[1] ** 2).mean()
 
 
 CELL = linen.RNN(linen.GRUCell(4), time_major=True)
-GRU = CELL.init(jax.random.key(0), SEQUENCES.astype(np.float32))  # its carry is float32, and nothing else
+GRU = CELL.init(jax.random.key(0), SEQUENCES.astype(np.float32))  # its carry is always float32
 
 
 def of_flax(params, x):
@@ -58,7 +58,7 @@ def of_flax(params, x):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("loss", [scanned, looped, remembered, of_flax, jax.jit(scanned), jax.checkpoint(scanned)])
-def test_a_scan_over_time_is_told(loss, compiled):
+def test_scan_over_time_warns(loss, compiled):
     params, batch = (GRU, SEQUENCES.astype(np.float32)) if loss is of_flax else (WEIGHT, SEQUENCES)
     function = value_and_grad(loss, 5)
     with pytest.warns(BigBatchWarning, match="scans over the leading axis") as caught:
@@ -69,7 +69,7 @@ def test_a_scan_over_time_is_told(loss, compiled):
 
 @pytest.mark.parametrize("size", [4, 12])
 def test_devices_that_share_time(size):
-    """Each has a part of every sequence, also where none is cut further."""
+    """Each device has a part of every sequence, also if no part is cut further."""
     mesh = jax.make_mesh((4,), ("data",))
     spread = jax.device_put(SEQUENCES, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
     with pytest.warns(BigBatchWarning, match="scans over the leading axis"):
@@ -112,7 +112,7 @@ def samples_first(params, x):
 
 
 def layers(params, x):
-    """As many layers as the micro-batch has samples."""
+    """A scan over as many layers as the micro-batch has samples."""
 
     def body(h, _):
         return jnp.tanh(h @ params["u"]), None
@@ -122,15 +122,15 @@ def layers(params, x):
 
 @pytest.mark.parametrize("size", [1, 5, 12])
 @pytest.mark.parametrize("loss", [mapped, added_up, written, with_keys, samples_first, layers])
-def test_what_is_right_either_way_is_not_warned_about(loss, size):
-    """`samples_first` has sequences as long as the micro-batch, `layers` as many layers."""
+def test_other_scans_do_not_warn(loss, size):
+    """`samples_first` has sequences as long as the micro-batch has samples, `layers` has as many layers."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = value_and_grad(loss, size)(WEIGHT, SEQUENCES)
     assert_equal(found, jax.value_and_grad(loss)(WEIGHT, SEQUENCES), 1e-11)
 
 
-def test_a_batch_that_is_not_cut():
+def test_uncut_batch_does_not_warn():
     assert_equal(value_and_grad(scanned, 12)(WEIGHT, SEQUENCES), jax.value_and_grad(scanned)(WEIGHT, SEQUENCES), 1e-11)
 
 
@@ -152,7 +152,7 @@ def attended(params, x):
 @pytest.mark.parametrize(
     "loss", [pytest.param(scanned, marks=pytest.mark.slow), unrolled, pytest.param(attended, marks=pytest.mark.slow)]
 )
-def test_verify_says_what_it_probably_is(loss):
+def test_verify_names_a_time_major_batch(loss):
     found = verify(WEIGHT, SEQUENCES, loss, 5)
     assert not found.is_exact
     assert len(found.causes) == 1

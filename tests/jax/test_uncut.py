@@ -1,4 +1,4 @@
-"""What is part of the batch and would not be cut is named, whatever the size; a table is not."""
+"""Arrays of the batch that would not be cut are named, whatever the size; a table is accepted."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def in_a_list(params, batch):
 
 
 def sliced(params, x, *, y):
-    """Works for smaller batches, and takes the first labels every time."""
+    """Works for smaller batches, but uses the first labels every time."""
     return samples_loss(params, {"x": x, "y": jax.lax.dynamic_slice_in_dim(y, 0, len(x))})
 
 
@@ -61,14 +61,14 @@ def test_part_of_the_batch_is_named(loss, args, kwargs, options, name, size, com
 
 
 @pytest.mark.parametrize("size", [13, 20])
-def test_nothing_is_cut_so_nothing_is_named(size):
+def test_uncut_batch_names_nothing(size):
     right = jax.value_and_grad(by_keyword)(classifier(), X, y=Y)
     assert_equal(value_and_grad(by_keyword, size)(classifier(), X, y=Y), right)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
-def test_a_table_with_as_many_rows_is_none_of_the_batch(size):
-    """Class weights, a teacher's kernel, a list of temperatures: right for any number of samples."""
+def test_table_with_as_many_rows_is_accepted(size):
+    """Class weights, a teacher's kernel and a list of temperatures work for any number of samples."""
     batch, params = samples(10)[0], classifier()
     teacher = np.random.default_rng(0).normal(size=(10, 3))
 
@@ -83,13 +83,13 @@ def test_a_table_with_as_many_rows_is_none_of_the_batch(size):
     assert gap(wrong, right) > 1e-3
 
 
-def test_the_losses_own_mistake_is_shown():
+def test_error_of_the_loss_is_raised():
     with pytest.raises(TypeError, match="incompatible shapes"):
         value_and_grad(lambda p, x, *, y: (x[:, 0] + x[0]).mean() + y.sum(), 4)(classifier(), X, y=Y)
 
 
 def test_devices_that_share_the_batch():
-    """Each has a part of the rows, and of the keyword argument all."""
+    """Each device has a part of the rows and the whole keyword argument."""
     mesh = jax.make_mesh((4,), ("data",))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     x = jax.device_put(np.concatenate([X, X])[:16], spread)
@@ -103,7 +103,7 @@ def test_verify_names_it():
     with pytest.raises(BatchError, match="the argument y goes whole"):
         verify(classifier(), X, by_keyword, 4, kwargs={"y": Y})
 
-    def gathered(params, x, *, y):  # takes the first rows, and works for more samples than there are
+    def gathered(params, x, *, y):  # uses the first rows, and works for more samples than there are
         return samples_loss(params, {"x": x, "y": jnp.take(y, jnp.arange(len(x)), mode="clip")})
 
     found = verify(classifier(), X, gathered, 4, kwargs={"y": Y})

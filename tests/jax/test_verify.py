@@ -1,4 +1,4 @@
-"""verify: what is exact is said to be, what is not gets its cause."""
+"""verify says exact if a loss is, and names the cause if it is not."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def test_names_are_paths():
     assert set(verify(jnp.ones(64), BATCH["x"], lambda w, x: (x @ w).mean(), 4).errors) == {"parameters"}
 
 
-def test_a_weight_that_is_not_the_losses():
+def test_weight_that_disagrees_with_the_loss():
     found = verify(language(), tokens(3, 60, 17, 40, 5), tokens_loss, 2)
     assert not found.is_exact
     assert "the weight disagrees with the loss's own mean" in found.causes[0]
@@ -93,7 +93,7 @@ def test_noise():
 
 
 def test_a_compiled_loss_keeps_its_dropout():
-    """What verify switches off stays on in functions that the user compiled."""
+    """verify must not switch dropout off in functions that the user compiled."""
 
     @jax.jit
     def loss(params, batch, key):
@@ -104,7 +104,7 @@ def test_a_compiled_loss_keeps_its_dropout():
     assert loss(classifier(), BATCH, jax.random.key(0)) != loss(classifier(), BATCH, jax.random.key(1))
 
 
-def test_what_else_the_loss_takes():
+def test_further_arguments_of_the_loss():
     def loss(params, x, y, *, scale):
         return samples_loss(params, {"x": x, "y": y}) * scale.sum(), {"logits": x}
 
@@ -112,7 +112,7 @@ def test_what_else_the_loss_takes():
     assert verify(classifier(), BATCH["x"], loss, 4, has_aux=True, **more).is_exact
 
 
-def test_somebody_elses_loop():
+def test_foreign_loop():
     def mean_of_means(params, micro_batches):
         found = [jax.jit(jax.grad(samples_loss))(params, micro_batch) for micro_batch in micro_batches]
         return jax.tree.map(lambda *gradients: sum(gradients) / len(gradients), *found)
@@ -129,7 +129,7 @@ def test_somebody_elses_loop():
     assert verify(classifier(), BATCH, samples_loss, 4, step=right).is_exact
 
 
-def test_less_than_float64_is_said():
+def test_lower_precision_is_reported():
     def loss(params, batch):
         return samples_loss(float32_traced(params), batch)
 
@@ -144,7 +144,7 @@ def test_less_than_float64_is_said():
     assert "the weight disagrees" in verify(classifier(), float32(BATCH), loss, 4, weight=lambda batch: 1).causes[0]
 
 
-def test_the_users_settings_stay():
+def test_settings_of_the_user_stay():
     with jax.enable_x64(False):
         assert verify(float32(classifier()), float32(BATCH), samples_loss, 4).max_error < 1e-12
         assert jnp.ones(1).dtype == jnp.float32
@@ -161,11 +161,11 @@ def test_one_sentence():
         verify(classifier(), BATCH, lambda params, batch: batch["x"], 4)
 
 
-# --- losses and loops as people write them ----------------------------------------------------------------------
+# --- common losses and loops ----------------------------------------------------------------------
 
 
 def pops(params, batch):
-    """As Hugging Face's examples do."""
+    """Pops the labels from the batch, as the examples of Hugging Face do."""
     y = batch.pop("y")
     return samples_loss(params, {**batch, "y": y})
 
@@ -189,7 +189,7 @@ def test_a_loss_that_pops_from_its_batch():
     assert verify(classifier(), BATCH, samples_loss, 4, step=popping).is_exact
 
 
-def test_a_loop_that_donates_what_it_is_given():
+def test_loop_that_donates_its_arguments():
     apply = jax.jit(lambda params, grads: jax.tree.map(jnp.subtract, params, grads), donate_argnums=0)
 
     def donating(params, micro_batches):
@@ -236,7 +236,7 @@ def test_bad_returns_of_a_loop(returned, message):
 
 
 def summed_in_float32(params, batch):
-    """The carry of a scan, as many write it; JAX refuses it in float64."""
+    """A scan with a float32 carry, which JAX refuses in float64."""
     total, _ = jax.lax.scan(lambda sums, x: (sums + x, None), jnp.zeros(64, jnp.float32), batch["x"])
     return samples_loss(params, batch) + (total @ params["first"]["kernel"]).sum() / len(batch["x"]) / 100
 
@@ -271,7 +271,7 @@ def test_a_loss_that_only_runs_in_float32(loss):
     assert verify(params, batch, loss, 4, step=lambda p, m: weighted(p, m, loss)).is_exact
 
 
-def test_a_mistake_of_the_loss_is_not_taken_for_its_dtype():
+def test_error_of_the_loss_is_not_taken_for_a_dtype_error():
     with pytest.raises(ValueError, match="Incompatible shapes"):
         verify(classifier(), BATCH, lambda p, b: samples_loss(p, b) + (b["x"] + jnp.ones(3)).sum(), 4)
 
@@ -293,22 +293,22 @@ def draws_inside(draw):
     ],
     ids=["dropout", "raw key", "in a branch", "by size"],
 )  # fmt: skip
-def test_a_key_that_is_no_argument(draw):
+def test_key_created_in_the_loss(draw):
     found = verify(classifier(), BATCH, draws_inside(draw), 4)
     assert not found.is_exact
     assert len(found.causes) == 1
     assert "a key that is not among its arguments" in found.causes[0]
 
 
-def test_draws_that_every_sample_shares_are_exact():
-    """A fixed projection drawn in the loss is the same for every micro-batch and for the whole batch."""
+def test_draws_shared_by_all_samples_are_exact():
+    """A fixed projection that the loss draws is the same for every micro-batch and for the whole batch."""
     found = verify(classifier(), BATCH, draws_inside(lambda x: x * jax.random.normal(jax.random.key(0), (64,))), 4)
     assert found.is_exact
     assert not found.causes
 
 
 def bent(change):
-    """The identity, with this done to the gradient that comes back."""
+    """The identity, with this function applied to the gradient in the backward pass."""
     function = jax.custom_vjp(lambda x: x)
     function.defvjp(lambda x: (x, None), lambda _, gradient: (change(gradient),))
     return function
@@ -322,7 +322,7 @@ def bent(change):
         pytest.param(lambda g: g / (1e-9 + jnp.linalg.norm(g)), marks=SLOW),
     ],
 )
-def test_a_backward_pass_that_is_not_linear(change):
+def test_nonlinear_backward_pass(change):
     found = verify(classifier(), BATCH, draws_inside(lambda x: x), 4)
     assert found.is_exact
 
@@ -335,14 +335,14 @@ def test_a_backward_pass_that_is_not_linear(change):
     assert "custom_vjp that clips" in found.causes[0]
 
 
-def test_a_backward_pass_that_is_linear():
+def test_linear_backward_pass():
     def loss(params, batch):
         return samples_loss(jax.tree.map(bent(lambda g: 0.1 * g), params), batch)
 
     assert verify(classifier(), BATCH, loss, 4).is_exact
 
 
-def test_numpy_noise_is_not_taken_for_a_backward_pass_that_is_not_linear():
+def test_numpy_noise_is_not_taken_for_a_nonlinear_backward_pass():
     draw = np.random.default_rng(0)
 
     def loss(params, batch):
@@ -353,7 +353,7 @@ def test_numpy_noise_is_not_taken_for_a_backward_pass_that_is_not_linear():
 
 
 @pytest.mark.parametrize(("of_x", "what"), [pytest.param(False, "loss", marks=SLOW), (True, "gradient")])
-def test_a_micro_batch_of_one_sample_that_has_no_deviation(of_x, what):
+def test_micro_batch_of_one_sample_without_a_deviation(of_x, what):
     def loss(params, batch):
         if of_x:
             x = batch["x"].sum(1) * params["first"]["bias"].sum()

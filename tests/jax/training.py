@@ -1,4 +1,4 @@
-"""The shared problems in JAX: models, losses, and how far two gradients are apart."""
+"""The shared problems in JAX: models, losses, and the distance of two gradients."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def hidden_of(params: Any, x: Any) -> Any:
 
 
 def tokens_loss(params: Any, batch: Batch) -> Any:
-    """A mean over the tokens that count: 0/0 where none does."""
+    """A mean over the unmasked tokens, or 0/0 if there are none."""
     counts = batch["y"] != IGNORED
     logits = apply(params["head"], hidden_of(params, batch["x"]))
     each = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counts, batch["y"], 0))
@@ -74,7 +74,7 @@ def make_params(problem: Problem) -> Any:
 
 
 def full_batch(problem: Problem, params: Any, batch: Batch) -> tuple[Any, Any]:
-    """The plain full batch, a term at a time so that none of it is ours."""
+    """The gradient of the plain full batch, term by term, without bigbatch."""
 
     def total(params: Any, batch: Batch) -> Any:
         found = LOSSES[problem.kind](params, batch)
@@ -84,7 +84,7 @@ def full_batch(problem: Problem, params: Any, batch: Batch) -> tuple[Any, Any]:
 
 
 def gap(found: Any, right: Any) -> float:
-    """The distance of two nests of arrays, relative to the norm of the right one."""
+    """The distance of two nests of arrays, relative to the norm of the correct one."""
     assert jax.tree.structure(found) == jax.tree.structure(right)
     pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True))
     assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Models with data, to be fitted with and without accumulation. The same for every backend."""
+"""Models with data, fitted with and without accumulation, the same on every backend."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from bigbatch.keras import accumulate
 from ..problems import IGNORED, digits, tokens
 
 BATCH_SIZE = 53
-NUM_SAMPLES = 117  # an epoch is 53 + 53 + 11: the last batch does not divide, and 53 does not divide by 16
+NUM_SAMPLES = 117  # an epoch is 53 + 53 + 11 samples: batches of different sizes, none of which divides by 16
 
 
 def floats(array: np.ndarray) -> np.ndarray:
@@ -24,7 +24,7 @@ def floats(array: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: `build()` makes the model, `data()` what fit gets, `compile` what compile gets."""
+    """One problem: `build()` returns the model, `data()` the arguments of fit, `compile` those of compile."""
 
     name: str
     build: Callable[[], Any]
@@ -40,7 +40,7 @@ class Case:
         return self.name
 
     def fit(self, micro_batch_size: int | None, **options: Any) -> tuple[Any, dict[str, list[float]]]:
-        """The fitted model and its history; options go to compile."""
+        """Returns the fitted model and its history; options are passed to compile."""
         keras.utils.set_random_seed(7)
         model = self.build()
         if micro_batch_size:
@@ -71,7 +71,7 @@ def sgd(momentum: float = 0.9, **options: Any) -> Any:
 
 
 def gap(ours: tuple[Any, dict], plain: tuple[Any, dict]) -> float:
-    """How far apart two fits are: weights relative to the largest of each, histories entry by entry."""
+    """The distance of two fits: weights relative to the largest of each, histories entry by entry."""
     assert ours[1].keys() == plain[1].keys()
     gaps = [0.0]
     for a, b in zip(ours[0].get_weights(), plain[0].get_weights(), strict=True):
@@ -85,7 +85,7 @@ def gap(ours: tuple[Any, dict], plain: tuple[Any, dict]) -> float:
 
 
 def compiled(micro_batch_size: int | None = 16, build: Any = None, **options: Any) -> Any:
-    """A model of digits, accumulated and compiled."""
+    """A model for digits, accumulated and compiled."""
     keras.utils.set_random_seed(7)
     model = (build or mlp)()
     if micro_batch_size:
@@ -127,7 +127,7 @@ def regularized() -> Any:
 
 
 class Subclassed(keras.Model):
-    """Built by its first batch; adds a loss of its own, a mean over samples."""
+    """Is built by its first batch and adds its own loss, a mean over samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Subclassed(keras.Model):
 
 
 class OwnLoss(keras.Model):
-    """Has a compute_loss and a metric of its own."""
+    """Has its own compute_loss and metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class OwnMetrics(keras.Model):
 
 
 def masking() -> Any:
-    """Rows of features, all zero where padded."""
+    """A model for rows of features that are zero where padded."""
     x = layers.Input((None, 16))
     h = layers.Masking()(x)
     h = layers.SimpleRNN(8, return_sequences=True, unroll=False)(h)
@@ -196,7 +196,7 @@ def masked_and_regularized() -> Any:
 
 
 class Stacked(layers.Layer):
-    """On torch the gradients of its weights are parts of one tensor."""
+    """A layer whose gradients are parts of one tensor on torch."""
 
     def build(self, shape: Any) -> None:
         self.positions = self.add_weight(shape=(1, 2, shape[-1]), name="positions")
@@ -249,7 +249,7 @@ def images(**more: Any) -> Callable[[], dict[str, Any]]:
 
 
 def sample_weight() -> np.ndarray:
-    """Between 0 and 3; a third of them zero, and all of the samples 16 to 31, so that one micro-batch has none."""
+    """Weights from 0 to 3. A third are zero, and all those of samples 16 to 31, so one micro-batch has weight zero."""
     weight = np.random.default_rng(0).uniform(0, 3, NUM_SAMPLES)
     weight[::3] = weight[16:32] = 0
     return floats(weight)
@@ -262,7 +262,7 @@ def rows_of(lengths: np.ndarray, width: int = 9) -> np.ndarray:
 
 
 def lengths() -> np.ndarray:
-    """How many rows count; none at all in the samples 16 to 31."""
+    """The number of rows that count; zero for samples 16 to 31."""
     found = np.random.default_rng(2).integers(0, 10, NUM_SAMPLES)
     found[16:32] = 0
     return found
@@ -329,7 +329,7 @@ def per_sample(y_true: Any, y_pred: Any) -> Any:
     return ops.mean(ops.square(ops.one_hot(ops.cast(y_true, "int32"), 10) - y_pred), axis=-1)
 
 
-# An embedding has sparse gradients, which Keras's momentum treats in another way than dense ones: plain SGD.
+# An embedding has sparse gradients, which Keras's momentum treats differently from dense ones, so plain SGD.
 TINY: dict[str, Any] = {
     "micro_batch_size": 3,
     "batch_size": 8,

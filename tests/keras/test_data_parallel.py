@@ -17,7 +17,7 @@ from .cases import gap, sgd
 SIZE = 24
 draw = np.random.default_rng(0)
 X, Y, WEIGHT = draw.normal(size=(SIZE, 3)), draw.normal(size=(SIZE, 2)), draw.uniform(0, 3, SIZE)
-WEIGHT[:6] = 0  # all that the first of four devices has
+WEIGHT[:6] = 0  # all samples of the first of four devices
 TEXT = np.where(np.arange(8) < draw.integers(1, 9, (SIZE, 1)), draw.integers(1, 7, (SIZE, 8)), 0)
 
 
@@ -32,7 +32,7 @@ def mlp(*between: Any) -> Any:
 
 
 def text() -> Any:
-    """With a mask that leaves another number of tokens on every device."""
+    """Texts whose masks leave a different number of tokens on every device."""
     embedding = layers.Embedding(7, 4, mask_zero=True)
     return keras.Sequential([keras.Input((8,), dtype="int32"), embedding, layers.SimpleRNN(3, return_sequences=True)])
 
@@ -85,14 +85,14 @@ def share(num_devices: int) -> None:
 )
 @pytest.mark.usefixtures("float64")
 def test_exact(name: str, num_devices: int, micro_batch_size: int) -> None:
-    """Sizes that devices share evenly, with a rest, unevenly, and fewer than there are devices."""
+    """Sizes that divide evenly, with a rest, unevenly, and sizes below the number of devices."""
     plain = fit(name, None)
     share(num_devices)
     assert gap(fit(name, micro_batch_size), plain) < 1e-12
 
 
 def reductions(model: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """Collectives of a step, outside of loops and inside."""
+    """The collectives of a step, outside of loops and inside."""
     state = model._get_jax_state(True, True, True, True)
     return collectives(model.train_step, state, _distribute_data((X, Y, None)))
 
@@ -111,12 +111,12 @@ def fit_one_way(build: Callable[[], Any], x: Any = X, y: Any = Y) -> tuple[Any, 
 
 @pytest.mark.filterwarnings("ignore:1 BatchNormalization layer:bigbatch.BigBatchWarning")
 def test_batch_normalization_sees_whole_micro_batches() -> None:
-    """On all devices together; they have to talk in every micro-batch, but none of them gathers the batch."""
+    """Statistics are over all devices, which communicate in every micro-batch but do not gather the batch."""
 
     def build() -> Any:
         return mlp(layers.BatchNormalization())
 
-    order = np.arange(SIZE).reshape(4, 3, 2).swapaxes(0, 1).ravel()  # a micro-batch takes 2 samples of each device
+    order = np.arange(SIZE).reshape(4, 3, 2).swapaxes(0, 1).ravel()  # a micro-batch has 2 samples from each device
     plain = fit_one_way(build, X[order], Y[order])
     share(4)
     ours = fit_one_way(build)
@@ -145,7 +145,7 @@ def test_model_parallel() -> None:
     assert gap(fit_one_way(mlp), plain) < 1e-6
 
 
-def test_no_two_devices_drop_the_same() -> None:
+def test_devices_draw_different_dropout_masks() -> None:
     """With the same mask on all four, every gradient would be 0 or 2."""
     share(4)
     between = [layers.Dropout(0.5), layers.Dense(1, use_bias=False, kernel_initializer="zeros")]

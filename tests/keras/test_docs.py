@@ -1,4 +1,4 @@
-"""What docs/keras.md and the README show of Keras is run as it stands there."""
+"""Runs the code blocks about Keras in docs/keras.md and the README."""
 
 import re
 from pathlib import Path

@@ -10,17 +10,17 @@ from .cases import BATCH_SIZE, CASES, Case, entropy, gap, images, mlp, sgd
 
 BACKEND = keras.backend.backend()
 DIGITS = CASES[0]
-IS_FIRST = BACKEND == "tensorflow"  # on the others some cases that differ in nothing but numbers are left out
+IS_FIRST = BACKEND == "tensorflow"  # on the others, some cases that differ only in numbers are left out
 
 
 def tolerance(case: Case) -> float:
-    """Rounding. Where Keras 3.15 itself rounds a float64 loss to float32, it is that of float32."""
+    """The tolerance for rounding: that of float32 if Keras 3.15 itself rounds a float64 loss to float32."""
     if BACKEND == "torch" or (BACKEND == "jax" and case.adds_losses):
         return 1e-6
     return 1e-12
 
 
-# What differs on JAX: how losses, masks, weights and layers' own losses reach the compiled step.
+# These differ on JAX: how losses, masks, weights and losses of layers reach the compiled step.
 ON_JAX = (
     "digits", "no metrics", "regularizers", "a subclass that adds a loss", "a compute_loss of its own",
     "sample_weight, divided by it", "masked rows, weighted", "text with ignored tokens", "two outputs, one masked",
@@ -50,7 +50,7 @@ def test_every_size(micro_batch_size: int) -> None:
 MODES = {
     "tensorflow": [{}, {"run_eagerly": True}, {"jit_compile": True}, {"steps_per_execution": 2}],
     "jax": [{}, {"run_eagerly": True}, {"steps_per_execution": 2}],
-    "torch": [{}],  # compiling needs a C++ compiler, and Keras has no steps_per_execution there
+    "torch": [{}],  # compiling needs a C++ compiler, and Keras has no steps_per_execution on torch
 }[BACKEND]
 
 
@@ -74,7 +74,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS) if IS_FIRST else ["weight decay, global norm", "moving average"])
 @pytest.mark.usefixtures("float64")
-def test_what_belongs_to_a_step_happens_once_a_step(name: str) -> None:
+def test_everything_of_a_step_happens_once_per_step(name: str) -> None:
     ours = DIGITS.fit(16, optimizer=OPTIMIZERS[name]())
     plain = DIGITS.fit(None, optimizer=OPTIMIZERS[name]())
     assert gap(ours, plain) < 10 * tolerance(DIGITS)
@@ -84,7 +84,7 @@ def test_what_belongs_to_a_step_happens_once_a_step(name: str) -> None:
 
 
 def keras_accumulates(case: Case) -> tuple:
-    """What Keras itself offers: an optimizer that accumulates, and a fit that is fed micro-batches."""
+    """Keras's own way: an optimizer that accumulates, and a fit on micro-batches."""
     steps = -(-case.batch_size // case.micro_batch_size)
     theirs = Case(case.name, case.build, case.data, case.compile, batch_size=case.micro_batch_size)
     return theirs.fit(None, optimizer=sgd(gradient_accumulation_steps=steps))
@@ -93,14 +93,14 @@ def keras_accumulates(case: Case) -> tuple:
 @pytest.mark.any_backend
 @pytest.mark.parametrize("name", ["digits", "sample_weight, divided by it", "masked rows, no metrics"])
 @pytest.mark.usefixtures("float64")
-def test_keras_itself_fails_this(name: str) -> None:
+def test_negative_control_keras_accumulation(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     assert gap(keras_accumulates(case), case.plain()) > 0.01
 
 
 @pytest.mark.any_backend
 @pytest.mark.usefixtures("float64")
-def test_keras_itself_passes_where_all_sizes_are_equal() -> None:
+def test_keras_accumulation_is_right_for_equal_sizes() -> None:
     case = next(case for case in CASES if case.name == "equal sizes")
     assert gap(keras_accumulates(case), case.plain()) < 1e-6
 
@@ -110,20 +110,20 @@ def test_keras_itself_passes_where_all_sizes_are_equal() -> None:
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "bfloat16"])
 def test_low_precision(policy: str) -> None:
-    """As near to the full batch as the precision goes."""
+    """The result is as close to the full batch as the precision allows."""
     keras.config.set_dtype_policy(policy)
     case = next(case for case in CASES if case.name == "no metrics")
     assert gap(case.fit(16), case.fit(None)) < (5e-3 if policy == "mixed_float16" else 5e-2)
 
 
 @pytest.mark.parametrize("row", [0, 20, BATCH_SIZE - 1])
-def test_an_overflow_anywhere_skips_the_whole_step(row: int) -> None:
+def test_overflow_in_any_micro_batch_skips_the_whole_step(row: int) -> None:
     keras.config.set_dtype_policy("mixed_float16")
     keras.utils.set_random_seed(0)
     model = accumulate(mlp(), 16)
     model.compile(sgd(), **entropy(None)())
     data = {name: array[:BATCH_SIZE].copy() for name, array in images()().items()}
-    model.fit(**data, batch_size=BATCH_SIZE, verbose=0)  # builds
+    model.fit(**data, batch_size=BATCH_SIZE, verbose=0)  # builds the model
     before, scale = model.get_weights(), float(model.optimizer.dynamic_scale.numpy())
     data["x"][row, 0] = 1e30
     model.fit(**data, batch_size=BATCH_SIZE, verbose=0)
@@ -136,7 +136,7 @@ def test_an_overflow_anywhere_skips_the_whole_step(row: int) -> None:
 
 
 def test_sums_are_wider_than_bfloat16() -> None:
-    """A thousand gradients of a thousandth add up to one; in bfloat16 the sum would stop growing at a quarter."""
+    """A thousand gradients of 1/1000 add up to one; in bfloat16 the sum would stop growing at a quarter."""
     keras.config.set_dtype_policy("bfloat16")
     model = keras.Sequential([keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
     accumulate(model, 1)

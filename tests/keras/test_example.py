@@ -1,4 +1,4 @@
-"""The example runs, and says what it promises."""
+"""Runs the example and checks the figures that it prints."""
 
 import re
 import runpy
@@ -11,7 +11,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "keras_fit.py"
 
 @pytest.mark.any_backend
 def test_keras_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    """The history of bigbatch is that of the full batch, Keras's own is not, and it learns."""
+    """bigbatch gives the history of the full batch, Keras's own accumulation does not, and the model learns."""
     runpy.run_path(str(EXAMPLE))
     output = capsys.readouterr().out
     found = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+) +([\d.]+)$", output, re.MULTILINE)

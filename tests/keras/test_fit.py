@@ -1,4 +1,4 @@
-"""All else about fit stays as it is: what it is fed, what callbacks see, what is saved."""
+"""fit works as without bigbatch: its inputs, its callbacks, and saving."""
 
 import importlib
 import sys
@@ -16,7 +16,7 @@ from .cases import BATCH_SIZE, NUM_SAMPLES, compiled, fitted, gap, images, plain
 BACKEND = keras.backend.backend()
 
 
-# --- what fit is fed -------------------------------------------------------------------------------------
+# --- inputs of fit -------------------------------------------------------------------------------------
 
 
 def batches():
@@ -118,7 +118,7 @@ def test_inputs_whose_axes_do_not_match():
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("nums", [(5, 11), (11, 5), (11, 1), (6, 3)])
 def test_a_batch_whose_axes_do_not_match(nums, is_first):
-    """Cut by the rows of x, what y has too many of would be left out without a word."""
+    """Cut by the rows of x, surplus rows of y would be left out silently."""
     model = compiled(4, metrics=None)
     x, y = batches()[0]
     if not is_first:
@@ -142,7 +142,7 @@ def test_an_empty_batch():
 
 @pytest.mark.compiled
 def test_convolution_and_dropout_train():
-    """Dropout draws other numbers than the full batch would, so here only that it learns."""
+    """Dropout draws different numbers than on the full batch, so this tests only that the model learns."""
 
     def build():
         return keras.Sequential(
@@ -162,7 +162,7 @@ def spread(y_true, y_pred):
 
 
 def test_dropout_differs_from_micro_batch_to_micro_batch():
-    """Equal samples, a micro-batch each: were the numbers the same, so would be the outputs."""
+    """Equal samples in separate micro-batches; with the same masks their outputs would be equal."""
 
     def build():
         return keras.Sequential([layers.Input((64,)), layers.Dropout(0.5), layers.Dense(1, kernel_initializer="ones")])
@@ -213,8 +213,8 @@ def test_a_saved_model_opens_without_bigbatch(tmp_path, monkeypatch):
     assert again.optimizer.iterations.numpy() == 6 + 4
 
 
-def test_a_loaded_model_goes_on(tmp_path):
-    """Saved after two epochs, loaded, accumulated again: the same as four in one go."""
+def test_loaded_model_continues(tmp_path):
+    """Two epochs, saving, loading, and two more epochs give the result of four epochs."""
     options = {**images()(), "batch_size": BATCH_SIZE}
     model, _ = fitted(compiled(), **options)
     model.save(tmp_path / "model.keras")

@@ -1,4 +1,4 @@
-"""What importing bigbatch.keras brings along, and what happens without Keras; each in a process of its own."""
+"""The imports of bigbatch.keras, and the error without Keras; each in a separate process."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def test_missing_keras_names_the_extra() -> None:
 
 
 @pytest.mark.parametrize("version", ["2.15.0", "3.7.0"])
-def test_old_keras_is_told(version: str) -> None:
+def test_old_keras_is_refused(version: str) -> None:
     code = f"""
 import sys, types
 keras = types.ModuleType("keras")

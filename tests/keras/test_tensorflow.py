@@ -1,4 +1,4 @@
-"""What only the tensorflow backend has: sparse and ragged inputs, traces, and memory that can be measured."""
+"""Features of the tensorflow backend only: sparse and ragged inputs, traces, measurable memory."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from .cases import BATCH_SIZE, compiled, fitted, gap, images
 
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=str)
 def test_sparse_inputs(options: dict) -> None:
-    sparse = pytest.importorskip("scipy.sparse")  # comes with scikit-learn
+    sparse = pytest.importorskip("scipy.sparse")  # installed with scikit-learn
     x, y = images()().values()
 
     def build():
@@ -93,7 +93,7 @@ print(peak() - before)
 
 
 def test_memory() -> None:
-    """512 samples in micro-batches of 16, each way in a fresh process: the activations of 16 are what it takes."""
+    """512 samples in micro-batches of 16, each way in a new process: memory holds the activations of 16."""
 
     def grown_by(micro_batch_size: int) -> int:
         command = [sys.executable, "-c", MEMORY, str(micro_batch_size)]

@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Ends at once: gloo aborts if it lets go of a tensor while Python ends, and some models live as long as it."""
+    """Exits at once: gloo aborts if it releases a tensor while Python shuts down, and some models live that long."""
     session = config.pluginmanager.get_plugin("session")
     if "WORLD_SIZE" in os.environ and isinstance(session, pytest.Session):
         sys.stdout.flush()
@@ -35,7 +35,7 @@ def _group() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _together() -> None:
-    """A test begins when all ranks have ended the one before."""
+    """Starts a test when all ranks have finished the previous one."""
     dist.barrier()
 
 

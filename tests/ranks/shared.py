@@ -1,4 +1,4 @@
-"""A model that all ranks train, each on its share of the batch, and the same trained by one on the whole batch."""
+"""A model that all ranks train, each on its part of the batch, and the same model trained on the whole batch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,16 +56,16 @@ WRAPS: dict[str, tuple[Callable[[nn.Module], nn.Module], dict[str, Any]]] = {
 
 
 def wrapped(model: nn.Module, wrap: str) -> tuple[nn.Module, dict[str, Any]]:
-    """The model as its ranks share it, and what the accumulator is told of that."""
+    """The model as the ranks share it, and the options of the accumulator for that."""
     shared, options = WRAPS[wrap]
     return shared(model), options
 
 
 class Work:
-    """Steps on batches that are the union of the ranks' shares."""
+    """Steps on batches that are the union of the parts of all ranks."""
 
     def __init__(self, kind: str, shares: Sequence[Sequence[Any]], clip_norm: float | None = None) -> None:
-        """`shares[step][rank]`: for samples how many the rank has, for tokens the lengths of its texts."""
+        """`shares[step][rank]` is the rank's number of samples, or the lengths of its texts for tokens."""
         self.shares = shares
         if kind == "samples":
             batches = problems.samples(*(sum(step) for step in shares))
@@ -78,7 +78,7 @@ class Work:
         self.batches = [{name: torch.as_tensor(array) for name, array in batch.items()} for batch in batches]
 
     def own(self, rank: int) -> list[Batch | None]:
-        """This rank's part of every batch; None where it has none."""
+        """This rank's part of every batch; None if it has no data."""
         found: list[Batch | None] = []
         for batch, sizes in zip(self.batches, self.sizes, strict=True):
             start = sum(sizes[:rank])
@@ -88,7 +88,7 @@ class Work:
 
 
 def train_whole(work: Work) -> tuple[Tensor, list[float]]:
-    """The plain full batch in one process: the update, and the losses."""
+    """Trains on the plain full batch in one process; returns the update and the losses."""
     model = make_model(work.problem)
     before = flat(model)
     optimizer = sgd(model)
@@ -109,7 +109,7 @@ def train_together(work: Work, wrap: str, way: str, **options: Any) -> tuple[Ten
     model = make_model(work.problem)
     before = flat(model)
     if work.problem.kind == "tokens" and wrap != "ddp, unused looked for":
-        model.length.requires_grad_(False)  # which this loss does not use
+        model.length.requires_grad_(False)  # this loss does not use it
     model, how = wrapped(model, wrap)
     accumulator = Accumulator(
         model,

@@ -1,4 +1,4 @@
-"""Corners where a rank could be left waiting, or the result be wrong without a word."""
+"""Corner cases in which a rank could wait forever, or the result could be silently wrong."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def assert_exact(accumulator: Accumulator, before: Tensor, work: Work) -> None:
     assert error_of(whole(accumulator.model) - before, train_whole(work)[0]) <= 1e-12
 
 
-# --- passes that never had their backward pass --------------------------------------------------------------
+# --- forward passes without a backward pass --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [[1], [0, 1, 2, 3]], ids=["on one rank", "on all"])
@@ -49,7 +49,7 @@ def test_a_stray_pass_before_micro_batches(rank: int, size: int, ranks: list[int
 
 
 class Cut(torch.autograd.Function):
-    """Raises in the middle of a backward pass, while the switch is on."""
+    """Raises in the middle of a backward pass while the switch is on."""
 
     switch: bool
 
@@ -66,7 +66,7 @@ class Cut(torch.autograd.Function):
 
 @every_wrap
 @pytest.mark.parametrize("way", ["batch", "micro_batch"])
-def test_a_backward_pass_that_breaks_in_the_middle(rank: int, size: int, wrap: str, way: str) -> None:
+def test_backward_pass_that_fails_in_the_middle(rank: int, size: int, wrap: str, way: str) -> None:
     work = Work("samples", [[8] * size] * 2)
     plain = make_loss(work.problem)
 
@@ -93,7 +93,7 @@ def test_a_backward_pass_that_breaks_in_the_middle(rank: int, size: int, wrap: s
     assert_exact(accumulator, before, work)
 
 
-def test_a_layer_used_before_an_error_and_not_after(rank: int) -> None:
+def test_layer_used_only_before_an_error(rank: int) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -121,7 +121,7 @@ def test_a_layer_used_before_an_error_and_not_after(rank: int) -> None:
     assert torch.equal(model.module.two.weight, before)
 
 
-# --- parameters that nobody reduces -------------------------------------------------------------------------
+# --- parameters that are not reduced -------------------------------------------------------------------------
 
 
 def test_a_parameter_that_is_not_in_the_model(size: int) -> None:
@@ -159,7 +159,7 @@ def test_a_parameter_that_ddp_ignores(size: int) -> None:
         accumulator.step(work.own(dist.get_rank())[0])
 
 
-def test_an_optimizer_of_the_head_and_a_rank_without_data(rank: int, size: int) -> None:
+def test_optimizer_of_the_head_with_a_rank_without_data(rank: int, size: int) -> None:
     work = Work("samples", [[4] * size, [4, 0] * (size // 2)])
     plain: Any = make_model(work.problem)
     before = flat(plain)
@@ -175,8 +175,8 @@ def test_an_optimizer_of_the_head_and_a_rank_without_data(rank: int, size: int) 
     assert error_of(flat(plain) - before, flat(full) - before) <= 1e-12
 
 
-def test_a_first_layer_that_nobody_uses_is_not_decayed(rank: int, size: int) -> None:
-    """Where a rank has no data and must say something to the others."""
+def test_unused_first_layer_is_not_decayed(rank: int, size: int) -> None:
+    """A rank without data must still send something to the others."""
 
     class Unused(nn.Module):
         def __init__(self) -> None:
@@ -196,15 +196,13 @@ def test_a_first_layer_that_nobody_uses_is_not_decayed(rank: int, size: int) -> 
     assert not torch.equal(model.module.used.weight, Unused().used.weight)
 
 
-# --- what counts zero ---------------------------------------------------------------------------------------
+# --- weight zero ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.parametrize("reduce", ["window", "micro_batch"])
-def test_a_rank_that_goes_through_the_model_again_does_not_do_so_with_nothing(
-    rank: int, size: int, reduce: Any
-) -> None:
-    """The first text of a rank is masked altogether: alone, its loss would be 0/0."""
+def test_rank_repeats_a_micro_batch_that_has_weight(rank: int, size: int, reduce: Any) -> None:
+    """The first text of a rank is completely masked, so its own loss would be 0/0."""
     work = Work("tokens", [[(9, 8, 7, 6, 5, 4, 3, 2), (0, 5, 6)] * (size // 2)] * 2)
     model = make_model(work.problem)
     before = flat(model)
@@ -234,7 +232,7 @@ class Heads(nn.Module):
 
 
 def of_heads(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The second term is a mean over what its mask leaves, so it may be 0/0."""
+    """The second term is a mean over what its mask leaves, which may be 0/0."""
     one, two = model(batch["x"])
     return one.square().mean(), (two.square() * batch["m"]).sum() / batch["m"].sum()
 
@@ -244,7 +242,7 @@ def weight_of_heads(batch: Batch) -> tuple[Any, Any]:
 
 
 def masked(rank: int, size: int) -> tuple[Batch, Batch]:
-    """The whole batch, and a rank's part of it; the last micro-batch of rank 1 has nothing for the second term."""
+    """The whole batch and a rank's part of it. In the last micro-batch of rank 1 the second term has weight zero."""
     torch.manual_seed(5)
     batch = {"x": torch.randn(4 * size, 3, dtype=torch.float64), "m": torch.ones(4 * size, dtype=torch.float64)}
     batch["m"][6:8] = 0
@@ -252,7 +250,7 @@ def masked(rank: int, size: int) -> tuple[Batch, Batch]:
 
 
 @pytest.mark.parametrize("is_all", [False, True], ids=["in the last micro-batch", "in all of a rank"])
-def test_a_term_that_counts_zero_on_one_rank(rank: int, size: int, is_all: bool) -> None:
+def test_term_with_weight_zero_on_one_rank(rank: int, size: int, is_all: bool) -> None:
     batch, part = masked(rank, size)
     if is_all:
         batch["m"][4:8] = 0
@@ -266,7 +264,7 @@ def test_a_term_that_counts_zero_on_one_rank(rank: int, size: int, is_all: bool)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
-def test_a_term_that_counts_zero_is_refused_where_parameters_are_gathered(rank: int, size: int) -> None:
+def test_term_with_weight_zero_is_refused_with_fully_shard(rank: int, size: int) -> None:
     _, part = masked(rank, size)
     model = sharded(Heads())
     before = whole(model)
@@ -287,7 +285,7 @@ def test_weights_that_are_refused_on_one_rank(rank: int, size: int, wrap: str, w
     assert_exact(accumulator, before, work)
 
 
-# --- refused on one rank, where others have begun -----------------------------------------------------------
+# --- refused on one rank while others have started -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
@@ -318,7 +316,7 @@ def test_bad_input_in_a_later_step_of_a_model_with_buffers(rank: int, size: int,
     assert error_of(whole(model) - before, flat(full) - before) <= 1e-12
 
 
-def test_buffers_and_micro_batches_that_end_before_those_of_others(rank: int, size: int) -> None:
+def test_buffers_with_a_rank_whose_micro_batches_end_first(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)).double()
     shared = DistributedDataParallel(model)
@@ -332,7 +330,7 @@ def test_buffers_and_micro_batches_that_end_before_those_of_others(rank: int, si
             shared(work.batches[0]["x"])
 
 
-def test_a_gradient_of_somebody_else_on_one_rank(rank: int, size: int) -> None:
+def test_existing_gradient_on_one_rank(rank: int, size: int) -> None:
     work = Work("samples", [[4] * size])
     accumulator, before = make(work, "ddp")
     first = next(accumulator.model.parameters())
@@ -345,7 +343,7 @@ def test_a_gradient_of_somebody_else_on_one_rank(rank: int, size: int) -> None:
     assert_exact(accumulator, before, work)
 
 
-def test_a_low_loss_after_a_stray_pass(rank: int, size: int) -> None:
+def test_low_precision_loss_after_a_stray_pass(rank: int, size: int) -> None:
     work = Work("samples", [[8] * size])
     plain = make_loss(work.problem)
     accumulator, before = make(work, "ddp", loss=lambda model, batch: plain(model, batch).bfloat16())
@@ -355,7 +353,7 @@ def test_a_low_loss_after_a_stray_pass(rank: int, size: int) -> None:
     assert_exact(accumulator, before, work)
 
 
-def test_terms_that_differ_are_seen_by_a_rank_without_data(rank: int, size: int) -> None:
+def test_different_terms_are_detected_by_a_rank_without_data(rank: int, size: int) -> None:
     terms = {0: 1, 1: 3}.get(rank)
     model = DistributedDataParallel(nn.Linear(3, 1).double())
     accumulator = Accumulator(
@@ -368,7 +366,7 @@ def test_terms_that_differ_are_seen_by_a_rank_without_data(rank: int, size: int)
 # --- options of fully_shard and compiled models -------------------------------------------------------------
 
 
-def test_gradients_divided_by_something_else(rank: int, size: int) -> None:
+def test_custom_gradient_divide_factor(rank: int, size: int) -> None:
     work = Work("samples", [[4, 9] * (size // 2)])
     accumulator, before = make(work, "fsdp, window")
     model: Any = accumulator.model
@@ -396,7 +394,7 @@ def test_a_compiled_model(rank: int, size: int, wrap: str) -> None:
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp, window", "fsdp, micro_batch"])
-def test_wider_sums_than_the_model_can_reduce(wrap: str) -> None:
+def test_sums_wider_than_the_model_can_reduce(wrap: str) -> None:
     model, how = wrapped(nn.Linear(3, 1), wrap)
     with pytest.raises(OptionError, match=r"torch.float64: leave accumulate_dtype"):
         Accumulator(model, sgd(model), F.mse_loss, 2, accumulate_dtype=torch.float64, **how)

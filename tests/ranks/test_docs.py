@@ -1,4 +1,4 @@
-"""What docs/distributed.md shows is run as it stands there, on every rank."""
+"""Runs the code blocks of docs/distributed.md on every rank."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
 def test_code_of_the_page(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     training, saving = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     begin = "dist.init_process_group()\n"
-    assert begin in training  # which has happened here
+    assert begin in training  # the process group exists already
     names = what_the_reader_has(Path())
     before = flat(names["model"])
     exec(compile(training.replace(begin, ""), "page", "exec"), names)

@@ -1,4 +1,4 @@
-"""The product, over ranks: the update of one process with the whole batch, however the ranks share it."""
+"""The update over ranks is that of one process with the whole batch, however the ranks share it."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned
 
 
 def by_rank(size: int, *shares: Any) -> list[Any]:
-    """Shares for so many ranks: those given, again and again."""
+    """Repeats the given shares until every rank has one."""
     return [shares[rank % len(shares)] for rank in range(size)]
 
 

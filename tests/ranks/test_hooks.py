@@ -1,4 +1,4 @@
-"""Hooks of parameters see the gradient of all ranks, once a step."""
+"""Hooks of parameters see the gradient of all ranks, once per step."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def test_hooks_act_on_the_gradient_of_all_ranks(rank: int, size: int, wrap: str,
 
 
 def test_torch_does_not_call_hooks_of_tensors_for_sharded_parameters(rank: int, size: int) -> None:
-    """So bigbatch does not either. Once torch does, `hooks.run` should."""
+    """So bigbatch does not either. If torch starts to call them, `hooks.run` should too."""
     work = Work("samples", [[5] * size])
     model, how = wrapped(make_model(work.problem), "fsdp, window")
     seen = []
@@ -99,7 +99,7 @@ CHANGING = {
 
 
 def step_with_hooks(hook: Any, rank: int, size: int, wrap: str, way: str, **options: Any) -> tuple[Tensor, Work]:
-    """Only the last rank has them."""
+    """Makes a step with hooks on the last rank only."""
     work = Work("samples", [[9 if rank % 2 else 6 for rank in range(size)]])
     model = make_model(work.problem)
     before = flat(model)
@@ -123,7 +123,7 @@ ON_FSDP = ("fsdp, window", "window")
 
 @pytest.mark.parametrize(("wrap", "way"), [*ON_DDP, ON_FSDP])
 @pytest.mark.parametrize("name", READING)
-def test_hooks_that_some_ranks_have_may_read(rank: int, size: int, name: str, wrap: str, way: str) -> None:
+def test_hooks_on_some_ranks_may_read_the_gradient(rank: int, size: int, name: str, wrap: str, way: str) -> None:
     update, work = step_with_hooks(READING[name], rank, size, wrap, way)
     model = make_model(work.problem)
     before = flat(model)
@@ -136,17 +136,17 @@ def test_hooks_that_some_ranks_have_may_read(rank: int, size: int, name: str, wr
     ("name", "wrap", "way"),
     [
         *((name, *on) for name in CHANGING for on in ON_DDP),
-        *((name, *ON_FSDP) for name in CHANGING if "after" in name),  # the others are not called for shards
+        *((name, *ON_FSDP) for name in CHANGING if "after" in name),  # torch does not call the others for shards
     ],
 )
-def test_hooks_that_some_ranks_have_may_not_change(rank: int, size: int, name: str, wrap: str, way: str) -> None:
+def test_hooks_on_some_ranks_may_not_change_the_gradient(rank: int, size: int, name: str, wrap: str, way: str) -> None:
     with pytest.raises(RankError, match=rf"on 1 of {size} ranks, and ranks have 0 to 1 of them"):
         step_with_hooks(CHANGING[name], rank, size, wrap, way)
 
 
 @pytest.mark.parametrize("way", ["batch", "window"])
-def test_hooks_that_a_forward_pass_registers(rank: int, size: int, way: str) -> None:
-    """A rank without data would not have them, and its parameters would differ."""
+def test_hooks_registered_in_a_forward_pass(rank: int, size: int, way: str) -> None:
+    """A rank without data would not have these hooks, so its parameters would differ."""
     work = Work("samples", [[4] * size])
     model = make_model(work.problem)
     expected = make_model(work.problem)
@@ -169,8 +169,8 @@ def test_hooks_that_a_forward_pass_registers(rank: int, size: int, way: str) -> 
     assert error_of(whole(model) - before, flat(expected) - before) <= 1e-12
 
 
-def test_with_a_scaler_all_ranks_look_at_the_norm(rank: int, size: int) -> None:
-    """The norm of a sharded gradient takes all of them, whoever has hooks."""
+def test_all_ranks_compute_the_norm_with_a_scaler(rank: int, size: int) -> None:
+    """The norm of a sharded gradient needs all ranks, whichever of them have hooks."""
     work = Work("samples", [[4] * size])
     model, how = wrapped(make_model(work.problem).float(), "fsdp, window")
     if rank == size - 1:

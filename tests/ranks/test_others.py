@@ -1,4 +1,4 @@
-"""A loss that goes through more than one model in DistributedDataParallel."""
+"""A loss that uses more than one model in DistributedDataParallel."""
 
 import warnings
 from collections.abc import Callable
@@ -22,7 +22,7 @@ OTHER = "goes through another model in DistributedDataParallel"
 
 
 class Net(nn.Module):
-    """With a buffer, which DDP broadcasts before forward passes."""
+    """A layer with a buffer, which DDP broadcasts before forward passes."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def everything(shares: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def losses(generator: Any, discriminator: Any) -> tuple[Any, Any]:
-    """Of a GAN: what the generator minimises, and what the discriminator does."""
+    """The losses of a GAN: that of the generator, and that of the discriminator."""
 
     def generating(model: Any, batch: Any) -> Tensor:
         return F.softplus(-discriminator(model(batch[0]))).mean()
@@ -137,8 +137,8 @@ def test_a_gan_on_ranks_with_uneven_data(rank: int, size: int, sizes: tuple[int,
 
 
 @pytest.mark.filterwarnings(f"ignore:.*{OTHER}")
-def test_a_plain_step_of_the_other_model_is_reduced_as_ever(rank: int, size: int) -> None:
-    """It fills the buckets anew after its first backward pass, which must not happen in somebody else's step."""
+def test_plain_step_of_the_other_model_is_reduced_as_usual(rank: int, size: int) -> None:
+    """DDP rebuilds its buckets after the first backward pass, which must not happen in the step of another model."""
     shares = [4] * size
     generator, discriminator = map(DistributedDataParallel, nets())
     generating, discriminating = losses(generator, discriminator)
@@ -155,7 +155,7 @@ def test_a_plain_step_of_the_other_model_is_reduced_as_ever(rank: int, size: int
     torch.testing.assert_close(ours, played_alone(shares), rtol=1e-11, atol=1e-13)
 
 
-def test_who_trains_the_other_model_is_warned_once(rank: int, size: int) -> None:
+def test_trainable_other_model_warns_once(rank: int, size: int) -> None:
     generator, discriminator = map(DistributedDataParallel, nets())
     batch = share([5] * size, rank)
     accumulator = Accumulator(generator, sgd(generator), losses(generator, discriminator)[0], 2)
@@ -176,7 +176,7 @@ def test_who_trains_the_other_model_is_warned_once(rank: int, size: int) -> None
 
 @pytest.mark.parametrize("reduce", ["window", "micro_batch"])
 @pytest.mark.filterwarnings(f"ignore:.*{OTHER}")
-def test_a_sharded_model_beside_one_in_ddp(rank: int, size: int, reduce: Any) -> None:
+def test_sharded_model_with_another_in_ddp(rank: int, size: int, reduce: Any) -> None:
     shares = [9 if r else 4 for r in range(size)]
     generator, discriminator = nets()
     full, judge = nets()

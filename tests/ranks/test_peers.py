@@ -1,4 +1,4 @@
-"""Negative controls: what others make of ranks that share a batch unevenly."""
+"""Negative controls: other tools on ranks that share a batch unevenly."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ LONG, SHORT = (60, 55, 60, 58), (3, 2, 4, 3)
 
 
 def with_accelerate(work: Work, rank: int, num_micro_batches: int) -> Tensor:
-    """A loop as its documentation has it. Every rank has equally many micro-batches, or it would not end."""
+    """The loop of its documentation. Every rank has equally many micro-batches, because otherwise it would hang."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_micro_batches)
@@ -37,7 +37,7 @@ def with_accelerate(work: Work, rank: int, num_micro_batches: int) -> Tensor:
 @pytest.mark.parametrize(("name", "least"), [("even", None), ("16 against 5", 0.1), ("tokens, 20 times as many", 0.3)])
 @pytest.mark.filterwarnings("ignore")
 def test_accelerate(rank: int, size: int, name: str, least: float | None) -> None:
-    """Right where all have the same; wrong where sizes or tokens differ, where ours is exact."""
+    """accelerate is right for equal ranks, and wrong if sizes or tokens differ, where bigbatch is exact."""
     work = {
         "even": Work("samples", [[16] * size]),
         "16 against 5": Work("samples", [[16 if each % 2 == 0 else 5 for each in range(size)]]),

@@ -1,4 +1,4 @@
-"""How often gradients travel: once a window."""
+"""Gradients are reduced once per window."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ from tests.torch.training import flat, make_loss, make_model, sgd
 from .shared import FEED, FSDP, Work, error_of, train_whole, wrapped
 
 EIGHT = 8
-"""Micro-batches of a window."""
+"""The number of micro-batches in a window."""
 
 
 def counting(model: DistributedDataParallel, what: list[str]) -> DistributedDataParallel:
-    """Notes every bucket, and then does what DDP does without a hook."""
+    """A communication hook that counts buckets and then reduces as DDP does without a hook."""
 
     def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         what.append("bucket")
@@ -53,7 +53,7 @@ def test_every_bucket_of_ddp_once_a_window(size: int, way: str) -> None:
         FEED[way](accumulator, batch, shared)
         nums.append(len(buckets))
         buckets.clear()
-    assert nums == [1, 2, 2]  # DDP begins with one bucket; then there is one for each of two layers
+    assert nums == [1, 2, 2]  # DDP starts with one bucket; later each of the two layers has its own
     assert error_of(flat(model) - before, train_whole(shared)[0]) <= 1e-12
 
 
@@ -91,11 +91,11 @@ def test_every_group_of_fsdp_once_a_window_or_once_a_micro_batch(size: int, wrap
 
 
 def test_overlap_is_kept(size: int) -> None:
-    """The first bucket is under way before the backward pass of the last micro-batch has ended."""
+    """The reduction of the first bucket starts before the backward pass of the last micro-batch ends."""
     shared = work(size)
     inner: Any = make_model(shared.problem)
     model, order = data_parallel(inner)
-    node: Any = get_gradient_edge(inner[0].weight).node  # whose hooks run in every pass
+    node: Any = get_gradient_edge(inner[0].weight).node  # its hooks run in every pass
     node.register_prehook(lambda gradients: order.append("first layer's gradient"))
     accumulator = Accumulator(model, sgd(model), make_loss(shared.problem), micro_batch_size=4)
     batches = shared.own(dist.get_rank())
@@ -109,7 +109,7 @@ def test_overlap_is_kept(size: int) -> None:
 
 
 def test_compression(size: int) -> None:
-    """A hook of torch's that rounds (its bf16 one wants NCCL): the result is rounded, and nothing else."""
+    """A hook of torch that rounds (the one for bf16 needs NCCL): the result is rounded and otherwise right."""
     shared = work(size)
     model = DistributedDataParallel(make_model(shared.problem))
     model.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
@@ -121,7 +121,7 @@ def test_compression(size: int) -> None:
     assert 1e-6 < error_of(flat(model) - before, expected) < 1e-3
 
 
-def test_torch_is_as_we_think() -> None:
+def test_private_apis_of_torch_exist() -> None:
     reducer = DistributedDataParallel(nn.Linear(1, 1)).reducer
     assert hasattr(reducer, "_rebuild_buckets")
     assert hasattr(reducer, "_reset_state")

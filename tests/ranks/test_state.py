@@ -1,4 +1,4 @@
-"""Saved by all ranks with torch.distributed.checkpoint, in the middle of a window too, and taken up by others."""
+"""States that all ranks save with torch.distributed.checkpoint, also in the middle of a window, and load again."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ KINDS = ["ddp", "fsdp, micro_batch"]
 
 
 class Run:
-    """Windows of two micro-batches, of which every rank has another number of samples; momentum and a scaler."""
+    """Windows of two micro-batches with different sizes on every rank; momentum and a scaler."""
 
     def __init__(self, wrap: str, size: int) -> None:
         self.work = Work("samples", [[8 + 2 * each for each in range(size)]] * 3)
@@ -35,7 +35,7 @@ class Run:
         self.accumulator = Accumulator(self.model, self.optimizer, accumulation_steps=2, scaler=scaler, **how)
 
     def feed(self, first: int, last: int) -> None:
-        """Micro-batches first to last: a batch is two of them."""
+        """Feeds the micro-batches first to last; a batch has two of them."""
         for number in range(first, last):
             batch = self.work.own(dist.get_rank())[number // 2]
             assert batch is not None
@@ -67,8 +67,8 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch.distributed.checkpoint's own
 @pytest.mark.parametrize("wrap", KINDS)
 @pytest.mark.parametrize("stop", [2, 3])
-def test_taken_up_bit_for_bit(size: int, folder: Path, wrap: str, stop: int) -> None:
-    """Or, with DDP and more than two ranks, to rounding: in its first step, other buckets add up in another order."""
+def test_resumes_bit_for_bit(size: int, folder: Path, wrap: str, stop: int) -> None:
+    """With DDP and more than two ranks, up to rounding: in its first step, other buckets add in another order."""
     undisturbed = Run(wrap, size)
     undisturbed.feed(0, 6)
     stopped = Run(wrap, size)
@@ -100,9 +100,9 @@ def test_negative_control_without_the_accumulators_state_the_result_differs(size
 
 
 def save_with_other_ranks(num_ranks: int, wrap: str, folder: Path) -> None:
-    """Rank 0 starts a job of its own with so many ranks, and all wait for it.
+    """Rank 0 starts another job with this number of ranks, and all ranks wait for it.
 
-    It saves after its first step, and in the middle of the window that follows.
+    The job saves after its first step, and in the middle of the next window.
     """
     if dist.get_rank() == 0:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
@@ -115,7 +115,7 @@ def save_with_other_ranks(num_ranks: int, wrap: str, folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_another_number_of_ranks(size: int, folder: Path) -> None:
-    """After a step it goes on; in the middle of a window it is refused, and nothing is changed."""
+    """After a step training continues. In the middle of a window it is refused, and nothing changes."""
     others = 3 if size == 2 else 2
     more = {"planner": DefaultLoadPlanner(allow_partial_load=True)} if size > others else {}
     save_with_other_ranks(others, "ddp", folder)
@@ -146,7 +146,7 @@ def test_states_of_other_kinds(rank: int, size: int) -> None:
     assert run.accumulator.flush() is None
 
 
-def test_gradients_inside_of_the_model_are_not_saved(size: int) -> None:
+def test_gradients_inside_the_model_are_not_saved(size: int) -> None:
     run = Run("fsdp, window", size)
     run.feed(0, 3)
     with pytest.raises(StateError, match="of 1 micro-batches are inside of the model"):
@@ -163,4 +163,4 @@ if __name__ == "__main__":
     job.feed(2, 3)
     dcp.save(job.state(), checkpoint_id=Path(sys.argv[2]) / "within")
     dist.barrier()
-    os._exit(0)  # gloo aborts if it lets go of a tensor while Python ends (torch 2.13)
+    os._exit(0)  # gloo aborts if it releases a tensor while Python shuts down (torch 2.13)

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank, and what is refused on all of them."""
+"""Errors on one rank, and what is refused on all of them."""
 
 import warnings
 from typing import Any
@@ -46,7 +46,7 @@ def uneven(size: int, num: int = 2) -> Work:
 
 
 @every_wrap
-def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(rank: int, size: int, wrap: str) -> None:
+def test_nonfinite_gradient_on_one_rank_skips_the_step_on_all(rank: int, size: int, wrap: str) -> None:
     work = uneven(size)
     accumulator, before = make(work, wrap)
     batch = work.own(rank)[0]
@@ -62,7 +62,7 @@ def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(rank: int, size: i
 
 
 @every_wrap
-def test_a_step_that_ranks_share_is_ended_though_one_of_them_is_interrupted(rank: int, size: int, wrap: str) -> None:
+def test_shared_step_finishes_although_one_rank_is_interrupted(rank: int, size: int, wrap: str) -> None:
     work = uneven(size)
     accumulator, before = make(work, wrap)
     inner = accumulator.loss
@@ -81,7 +81,7 @@ def test_a_step_that_ranks_share_is_ended_though_one_of_them_is_interrupted(rank
 
 @every_wrap
 @pytest.mark.parametrize("on_nonfinite", ["skip", "raise", "stop"])
-def test_what_is_not_finite_on_one_rank_is_heard_of_on_all(rank: int, size: int, wrap: str, on_nonfinite: Any) -> None:
+def test_nonfinite_gradient_on_one_rank_is_reported_on_all(rank: int, size: int, wrap: str, on_nonfinite: Any) -> None:
     work = uneven(size)
     accumulator, before = make(work, wrap, on_nonfinite=on_nonfinite, max_skipped=1)
     batch = work.own(rank)[0]
@@ -105,8 +105,8 @@ def test_what_is_not_finite_on_one_rank_is_heard_of_on_all(rank: int, size: int,
 
 @every_wrap
 @pytest.mark.parametrize("way", ["batch", "micro_batch"])
-def test_the_scalers_verdict_is_the_same_on_all(rank: int, size: int, wrap: str, way: str) -> None:
-    """An overflow on one rank lowers the scale on all; without one, scaling changes nothing."""
+def test_scaler_decides_the_same_on_all_ranks(rank: int, size: int, wrap: str, way: str) -> None:
+    """An overflow on one rank lowers the scale on all. Without an overflow, scaling changes nothing."""
     work = Work("samples", [[8] * size] * 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     accumulator, before = make(work, wrap, scaler=scaler, accumulation_steps=2)
@@ -142,7 +142,7 @@ def test_a_rank_whose_batch_has_no_samples(rank: int, size: int, wrap: str) -> N
 
 
 @every_wrap
-def test_nothing_on_any_rank(size: int, wrap: str) -> None:
+def test_no_data_on_any_rank(size: int, wrap: str) -> None:
     accumulator, before = make(uneven(size), wrap)
     step = accumulator.step(None)
     assert not step.is_applied
@@ -150,12 +150,12 @@ def test_nothing_on_any_rank(size: int, wrap: str) -> None:
     assert torch.equal(whole(accumulator.model), before)
 
 
-# --- ranks that end before others ------------------------------------------------------------------------
+# --- ranks whose data ends first ------------------------------------------------------------------------
 
 
 @every_wrap
-def test_flush_takes_part_in_the_steps_of_others(rank: int, size: int, wrap: str) -> None:
-    """Rank 0 has four batches, the others fewer and fewer; then all go through a second epoch."""
+def test_flush_takes_part_in_the_steps_of_other_ranks(rank: int, size: int, wrap: str) -> None:
+    """Rank 0 has four batches, and each further rank one less. All ranks run two epochs."""
     shares = [[7 if step <= 3 - each else 0 for each in range(size)] for step in range(4)] * 2
     work = Work("samples", shares)
     accumulator, before = make(work, wrap)
@@ -172,8 +172,8 @@ def test_flush_takes_part_in_the_steps_of_others(rank: int, size: int, wrap: str
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "ddp, unused looked for"])
-def test_micro_batches_that_end_before_those_of_others(rank: int, size: int, wrap: str) -> None:
-    """Windows of 2: rank 0 has five micro-batches, the others one less each."""
+def test_micro_batches_end_first_on_some_ranks(rank: int, size: int, wrap: str) -> None:
+    """Windows of 2: rank 0 has five micro-batches, each further rank one less."""
     nums = [5 - each for each in range(size)]
     work = Work("samples", [[4 * max(0, min(2, num - 2 * step)) for num in nums] for step in range(3)])
     accumulator, before = make(work, wrap, accumulation_steps=2)
@@ -188,8 +188,8 @@ def test_micro_batches_that_end_before_those_of_others(rank: int, size: int, wra
 
 
 @every_wrap
-def test_the_whole_job(rank: int, size: int, wrap: str) -> None:
-    """Two epochs over micro-batches, of which rank 0 has seven and the others five, in windows of three."""
+def test_train_with_accumulation(rank: int, size: int, wrap: str) -> None:
+    """Two epochs in windows of three: rank 0 has seven micro-batches, the others five."""
     work = Work("samples", [[12] * size, [12] + [8] * (size - 1), [4] + [0] * (size - 1)] * 2)
     model = make_model(work.problem)
     before = flat(model)
@@ -208,7 +208,7 @@ def test_the_whole_job(rank: int, size: int, wrap: str) -> None:
 
 
 @every_wrap
-def test_bad_input_on_one_rank_is_told_to_all(rank: int, size: int, wrap: str) -> None:
+def test_bad_input_on_one_rank_raises_on_all(rank: int, size: int, wrap: str) -> None:
     work = uneven(size)
     accumulator, before = make(work, wrap)
     own = work.own(rank)
@@ -223,7 +223,7 @@ def test_bad_input_on_one_rank_is_told_to_all(rank: int, size: int, wrap: str) -
 
 
 @every_wrap
-def test_a_loss_that_raises_on_all_ranks_leaves_nothing(rank: int, size: int, wrap: str) -> None:
+def test_loss_that_raises_on_all_ranks_leaves_no_gradients(rank: int, size: int, wrap: str) -> None:
     work = uneven(size)
     calls = []
 
@@ -241,7 +241,7 @@ def test_a_loss_that_raises_on_all_ranks_leaves_nothing(rank: int, size: int, wr
     assert error_of(whole(accumulator.model) - before, train_whole(work)[0]) <= 1e-12
 
 
-def test_losses_of_different_terms(rank: int, size: int) -> None:
+def test_losses_with_different_numbers_of_terms(rank: int, size: int) -> None:
     work = uneven(size)
     terms = 1 if rank == 0 else 2
     accumulator, before = make(
@@ -255,8 +255,8 @@ def test_losses_of_different_terms(rank: int, size: int) -> None:
 # --- DDP ----------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_that_goes_around_ddp(rank: int, size: int) -> None:
-    """model.module is used and DDP never called: gradients are reduced all the same."""
+def test_loss_that_bypasses_ddp(rank: int, size: int) -> None:
+    """The loss uses model.module, so DDP is never called, but gradients are reduced."""
     work = uneven(size)
     plain = make_loss(work.problem)
     accumulator, before = make(work, "ddp", loss=lambda model, batch: plain(model.module, batch))
@@ -266,7 +266,7 @@ def test_a_loss_that_goes_around_ddp(rank: int, size: int) -> None:
 
 
 def test_a_call_of_the_model_without_a_backward_pass(rank: int, size: int) -> None:
-    """On one rank, with gradients enabled: DDP would reduce in the next backward pass, on that rank alone."""
+    """One rank calls the model with gradients enabled. DDP alone would reduce in its next backward pass and hang."""
     work = Work("samples", [[4, 13] * (size // 2), [9, 0] * (size // 2)])
     accumulator, before = make(work, "ddp")
     for part in work.own(rank):
@@ -277,7 +277,7 @@ def test_a_call_of_the_model_without_a_backward_pass(rank: int, size: int) -> No
 
 
 class Branches(nn.Module):
-    """One of three layers is never used; another only where the first number is above one half."""
+    """One of three layers is never used, another only if the first number is above one half."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ def decaying(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("place", ["first", "last", "none"])
 def test_parameters_that_only_some_micro_batches_use(rank: int, size: int, place: str) -> None:
-    """Those that nobody uses have no gradient and are not decayed, as in the full batch."""
+    """Parameters that no rank uses have no gradient and are not decayed, as in the full batch."""
     torch.manual_seed(1)
     batch = torch.rand(4 * size, 64, dtype=torch.float64) / 4
     if place != "none":
@@ -319,7 +319,7 @@ def test_parameters_that_only_some_micro_batches_use(rank: int, size: int, place
     assert torch.equal(full.never.weight, Branches().double().never.weight)
 
 
-def test_parameters_left_unused_are_refused_by_name_of_the_remedy(rank: int) -> None:
+def test_unused_parameters_are_refused_with_the_remedy(rank: int) -> None:
     model = DistributedDataParallel(Branches().double())
     before = flat(model)
     accumulator = Accumulator(model, decaying(model), of_branches, micro_batch_size=2, accumulation_steps=1)
@@ -332,7 +332,7 @@ def test_parameters_left_unused_are_refused_by_name_of_the_remedy(rank: int) -> 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_gradients(rank: int, size: int) -> None:
-    """Also on a rank that has no data, whose gradient must be sparse too."""
+    """A rank without data must contribute a sparse gradient too."""
 
     def make_embedding() -> nn.Module:
         torch.manual_seed(0)
@@ -355,7 +355,7 @@ def test_sparse_gradients(rank: int, size: int) -> None:
 @pytest.mark.filterwarnings("ignore:the model is a plain")
 @pytest.mark.parametrize("sizes", [(6, 9), (6, 0)], ids=["uneven", "a rank with none"])
 def test_a_loss_in_low_precision(rank: int, size: int, sizes: tuple[int, int]) -> None:
-    """bfloat16 losses on ranks that share the batch unevenly, against one process that cuts it alike."""
+    """bfloat16 losses on uneven ranks, compared with one process that cuts the batch in the same way."""
     work = Work("samples", [[sizes[each % 2] for each in range(size)]])
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -373,7 +373,7 @@ def test_a_loss_in_low_precision(rank: int, size: int, sizes: tuple[int, int]) -
 
 
 def test_a_group_of_some_ranks(rank: int, size: int) -> None:
-    """Two models in one job, each trained by every other rank."""
+    """Two models in one job, each trained by half of the ranks."""
     groups = [dist.new_group(list(range(first, size, 2))) for first in (0, 1)]
     group = groups[rank % 2]
     work = Work("samples", [[5 + each for each in range(dist.get_world_size(group))]])
@@ -389,7 +389,7 @@ def test_a_group_of_some_ranks(rank: int, size: int) -> None:
 
 
 def test_buffers_are_those_of_rank_0_after_uneven_windows(rank: int, size: int) -> None:
-    """BatchNorm in eval mode, and a buffer that DDP broadcasts: as often on every rank, or they would hang."""
+    """BatchNorm in eval mode, and a buffer that DDP must broadcast equally often on every rank."""
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)).double()
     shared = DistributedDataParallel(model)
@@ -403,20 +403,20 @@ def test_buffers_are_those_of_rank_0_after_uneven_windows(rank: int, size: int) 
     assert all(torch.equal(found[0], each) for each in found)
 
 
-def test_sync_batch_norm_wants_equally_many(rank: int, size: int) -> None:
+def test_sync_batch_norm_needs_equally_many_micro_batches(rank: int, size: int) -> None:
     work = uneven(size)
 
     class Normed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.norm = nn.SyncBatchNorm(64).double()
-            self.norm.forward = lambda x: x  # type: ignore[method-assign] # it runs on GPUs only
+            self.norm.forward = lambda x: x  # type: ignore[method-assign] # runs only on GPUs
             self.inner = make_model(work.problem)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(self.norm(x) + self.norm.weight.sum() * 0 + self.norm.bias.sum() * 0)
 
-    model = sharded(Normed())  # DDP would not take it on a CPU
+    model = sharded(Normed())  # DDP refuses it on a CPU
     accumulator = Accumulator(model, sgd(model), make_loss(work.problem), 4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BigBatchWarning)
@@ -462,7 +462,7 @@ def one_left_out() -> nn.Module:
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_refused_with_a_sentence(model: Any, options: dict[str, Any], message: str) -> None:
+def test_refusals(model: Any, options: dict[str, Any], message: str) -> None:
     shared = model()
     if "group" in options:
         options = {"group": dist.group.WORLD}
@@ -492,7 +492,7 @@ def test_mixed_precision_of_fsdp_is_close(rank: int, size: int, policy: dict[str
     assert error_of(whole(model) - before, flat(full) - before) < (1e-2 if "param_dtype" in policy else 1e-6)
 
 
-def test_contexts_that_would_keep_gradients_from_being_reduced(rank: int, size: int) -> None:
+def test_contexts_that_prevent_the_reduction_are_refused(rank: int, size: int) -> None:
     work = uneven(size)
     accumulator, before = make(work, "ddp")
     model: Any = accumulator.model
@@ -503,14 +503,14 @@ def test_contexts_that_would_keep_gradients_from_being_reduced(rank: int, size: 
     assert torch.equal(flat(accumulator.model), before)
 
 
-def test_a_plain_model_is_told_of(size: int) -> None:
+def test_plain_model_warns(size: int) -> None:
     model = linear()
     with pytest.warns(BigBatchWarning, match=f"each of {size} ranks trains its own"):
         Accumulator(model, sgd(model), of_branches, 2)
 
 
 @pytest.mark.parametrize("wrap", ["fsdp, window", "fsdp, micro_batch"])
-def test_sharded_micro_batches_must_be_as_many_on_every_rank(rank: int, size: int, wrap: str) -> None:
+def test_sharded_models_need_equally_many_micro_batches(rank: int, size: int, wrap: str) -> None:
     work = Work("samples", [[4] * size])
     accumulator, before = make(work, wrap, accumulation_steps=3)
     batch = work.own(rank)[0]
@@ -528,18 +528,18 @@ def test_sharded_micro_batches_must_be_as_many_on_every_rank(rank: int, size: in
         with pytest.raises(OrderError, match="ends its window while 1 of"):
             accumulator.flush()
     assert torch.equal(whole(accumulator.model), before)
-    feed()  # the windows are as they were
+    feed()  # the windows have not changed
     accumulator.flush()
     assert error_of(whole(accumulator.model) - before, train_whole(work)[0]) <= 1e-12
 
 
-def test_terms_cannot_be_fed_one_by_one_into_a_sum_inside_of_the_model(size: int) -> None:
+def test_several_terms_cannot_be_fed_to_a_sharded_model(size: int) -> None:
     accumulator, _ = make(uneven(size), "fsdp, window", accumulation_steps=2)
     with pytest.raises(OptionError, match="a loss of 2 terms"), accumulator.micro_batch(weight=(1, 2)):
         pass
 
 
-def test_a_low_loss_of_a_sharded_model_is_refused(rank: int, size: int) -> None:
+def test_low_precision_loss_of_a_sharded_model_is_refused(rank: int, size: int) -> None:
     work = uneven(size)
     plain = make_loss(work.problem)
     accumulator, before = make(work, "fsdp, window", loss=lambda model, batch: plain(model, batch).bfloat16())
@@ -549,15 +549,15 @@ def test_a_low_loss_of_a_sharded_model_is_refused(rank: int, size: int) -> None:
 
 
 def attacked(model: Any, batch: Batch) -> Tensor:
-    """The gradient that says where to push the input goes through the model, too."""
+    """The gradient with respect to the input passes through the model too."""
     x = batch["x"].detach().requires_grad_(True)
     (direction,) = torch.autograd.grad(F.cross_entropy(model(x), batch["y"], reduction="sum"), x)
     return F.cross_entropy(model((x + 0.1 * direction.sign()).detach()), batch["y"])
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp, window"])
-def test_a_loss_that_runs_a_backward_pass_of_its_own(rank: int, size: int, wrap: str) -> None:
-    """With fully_shard it would reduce in the last pass, so step() refuses it; one micro-batch at a time is right."""
+def test_loss_that_runs_its_own_backward_pass(rank: int, size: int, wrap: str) -> None:
+    """With fully_shard it would reduce in the last pass, so step() refuses it. One micro-batch at a time is exact."""
     work = Work("samples", [[8] * size])
     whole_model = make_model(work.problem)
     accumulator, before = make(work, wrap, loss=attacked, accumulation_steps=2)
@@ -578,7 +578,7 @@ def test_a_loss_that_runs_a_backward_pass_of_its_own(rank: int, size: int, wrap:
     assert error_of(whole(accumulator.model) - before, flat(whole_model) - before) <= 1e-12
 
 
-def test_verify_looks_at_the_batch_of_this_rank(rank: int, size: int) -> None:
+def test_verify_uses_the_batch_of_this_rank(rank: int, size: int) -> None:
     work = uneven(size)
     accumulator, before = make(work, "ddp")
     batch = work.own(rank)[0]
@@ -586,9 +586,9 @@ def test_verify_looks_at_the_batch_of_this_rank(rank: int, size: int) -> None:
     assert verification.is_exact
     assert set(verification.errors) == {name for name, _ in accumulator.model.module.named_parameters()}
     assert torch.equal(flat(accumulator.model), before)
-    if rank == 0:  # nothing of it is shared, so one rank may do it alone
+    if rank == 0:  # nothing is shared, so one rank may run it alone
         assert verify(accumulator.model, batch, make_loss(work.problem), micro_batch_size=2).is_exact
 
 
-def test_every_wrap_is_tried() -> None:
+def test_all_wraps_are_tested() -> None:
     assert len(WRAPS) == 8

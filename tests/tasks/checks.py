@@ -1,4 +1,4 @@
-"""What holds for the tasks of every framework."""
+"""Checks that the tasks of every framework must pass."""
 
 import subprocess
 import sys
@@ -11,18 +11,18 @@ DATASETS = {"digits": data.digits, "digits_batchnorm": data.digits, "text": data
 
 
 def ragged(task):
-    """A batch of 53, which none of the micro-batch sizes divides."""
+    """A batch of 53, which no micro-batch size divides."""
     return next(iter(task.batches(batch_size=53, epoch=0, seed=0)))
 
 
 def gap(ours, full):
-    """How far apart two lists of arrays are, all entries together, relative to the second."""
+    """The distance of two lists of arrays over all entries, relative to the second."""
     distance = sum(float(((a - b).astype(np.float64) ** 2).sum()) for a, b in zip(ours, full, strict=True))
     return (distance / sum(float((b.astype(np.float64) ** 2).sum()) for b in full)) ** 0.5
 
 
 def assert_exact(gradients, task, micro_batch_size):
-    """`gradients(task, **options)` accumulates; without options it is that of the plain full batch."""
+    """`gradients(task, **options)` accumulates, and returns the gradient of the full batch without options."""
     ours = gradients(task, micro_batch_size=micro_batch_size, weight=getattr(task, "weight", None))
     assert gap(ours, gradients(task)) < 1e-5
 
@@ -38,7 +38,7 @@ def arrays(task, batch_size=100, epoch=0, seed=0):
 
 
 def assert_batches(task, dataset):
-    """Of one size but the last, every sample once, the same for the same seed and epoch and for no other."""
+    """All batches but the last have one size, each sample occurs once, and seed and epoch determine the order."""
     first = arrays(task)
     sizes = [len(x) for x, _ in first]
     assert set(sizes[:-1]) == {100}
@@ -51,7 +51,7 @@ def assert_batches(task, dataset):
 
 
 def assert_held_out_is_new(dataset):
-    """Hardly any of it is trained on; some paragraphs of the help topics differ by a few words only."""
+    """Hardly any of it is trained on; some paragraphs of the help topics differ only by a few words."""
     seen = set(rows(dataset.train.x, dataset.train.y))
     kept = rows(dataset.held_out.x, dataset.held_out.y)
     assert sum(row in seen for row in kept) <= 0.04 * len(kept)
@@ -60,7 +60,7 @@ def assert_held_out_is_new(dataset):
 
 
 def assert_does_not_look_ahead(predict, x):
-    """What is predicted for a byte does not change with the bytes after it."""
+    """The prediction for a byte does not depend on the bytes after it."""
     changed = x.copy()
     changed[:, 20:] = 7
     ours, theirs = predict(x), predict(changed)
@@ -69,7 +69,7 @@ def assert_does_not_look_ahead(predict, x):
 
 
 def assert_untrained_scores(tasks, model_of, most_bits):
-    """About what guessing gives."""
+    """Untrained models score about like guessing."""
     scores = {name: task.evaluate(model_of(task)) for name, task in tasks.items()}
     assert 0.0 <= scores["digits"]["accuracy"] < 0.5
     assert 0.0 <= scores["digits_batchnorm"]["accuracy"] < 0.5

@@ -26,7 +26,7 @@ def model_of(task):
 
 
 def gradients(task, **options):
-    """The gradient of one ragged batch: the full batch's, or accumulated."""
+    """The gradient of one ragged batch, accumulated or of the full batch."""
     make = value_and_grad if options else jax.value_and_grad
     _, found = jax.jit(make(task.loss, **options))(model_of(task), ragged(task))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
@@ -39,7 +39,7 @@ def test_accumulation_is_exact(task, micro_batch_size):
     assert_exact(gradients, task, micro_batch_size)
 
 
-def test_a_mean_of_means_is_not():
+def test_negative_control_mean_of_means():
     assert_mean_of_means_is_wrong(gradients, text)
 
 
@@ -60,18 +60,18 @@ def test_a_seed_gives_its_own_weights(name):
     assert gap([*map(np.asarray, one)], [*map(np.asarray, other)]) > 0.1
 
 
-def test_weight_is_the_bytes_that_are_predicted():
+def test_weight_is_the_number_of_predicted_bytes():
     x, y = ragged(text)
     assert int(text.weight((x, y))) == int((y != data.IGNORED).sum()) < y.size
 
 
-def test_text_does_not_see_what_it_predicts():
+def test_text_model_does_not_look_ahead():
     x, _ = ragged(text)
     params = model_of(text)
     assert_does_not_look_ahead(lambda x: np.asarray(text.logits(params, x)), x)
 
 
-def test_a_score_with_batch_norm_does_not_depend_on_what_is_scored_with_it():
+def test_score_with_batch_norm_does_not_depend_on_the_other_samples():
     params = model_of(digits_batchnorm)
     x, _ = ragged(digits_batchnorm)
     _, known = digits_batchnorm.logits(params, data.digits().train.x)
@@ -85,11 +85,11 @@ def test_untrained_scores():
     assert_untrained_scores(TASKS, model_of, most_bits=9.0)
 
 
-# --- quality: the defaults train what they are said to --------------------------------------------------
+# --- quality: the defaults reach the promised scores --------------------------------------------------
 
 
 def train(task, seed, epochs=None):
-    """With the full batch, which is the same training where the task is exact, and faster."""
+    """Trains with the full batch, which gives the same result if the task is exact, and is faster."""
     options = task.defaults
     optimizer = optax.adamw(options["lr"], eps=1e-5, weight_decay=0.01)
     params = task.model(seed)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Small models: threads only wait for each other."""
+    """The models are small, so threads would only wait for each other."""
     if keras.backend.backend() == "torch":
         import torch
 
@@ -36,7 +36,7 @@ def model_of(task):
 
 
 def gradients(task, micro_batch_size=None, loss=None):
-    """The gradient of one ragged batch, read off a step of SGD by fit."""
+    """The gradient of one ragged batch, taken from a step of SGD in fit."""
     model = model_of(task)
     before = [ops.convert_to_numpy(v) for v in model.trainable_variables]
     accumulate(model, micro_batch_size)
@@ -51,8 +51,8 @@ def test_accumulation_is_exact(task):
     assert gap(gradients(task, 8), gradients(task)) < 1e-5
 
 
-def test_a_mean_of_means_is_not():
-    """What a loss would do that is a mean over the bytes of its micro-batch and does not say so."""
+def test_negative_control_mean_of_means():
+    """The result of a loss that is a mean over bytes without a sample weight."""
 
     def mean(y_true, y_pred):
         return text.loss(y_true, y_pred)
@@ -74,7 +74,7 @@ def test_batches(name):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_batches_are_what_fit_takes(name):
+def test_batches_suit_fit(name):
     task = TASKS[name]
     model = model_of(task)
     model.compile("sgd", task.loss)
@@ -84,7 +84,7 @@ def test_batches_are_what_fit_takes(name):
     assert np.isfinite(model.train_on_batch(x, y))
 
 
-def test_text_does_not_see_what_it_predicts():
+def test_text_model_does_not_look_ahead():
     x, _ = ragged(text)
     assert_does_not_look_ahead(model_of(text).predict_on_batch, x)
 

@@ -32,7 +32,7 @@ def model_of(task):
 
 
 def gradients(task, **options):
-    """The gradient of one ragged batch: the full batch's, or accumulated; read off a step of SGD."""
+    """The gradient of one ragged batch, accumulated or of the full batch, taken from a step of SGD."""
     model = model_of(task)
     before = [v.numpy() for v in model.trainable_variables]
     optimizer = keras.optimizers.SGD(1.0)
@@ -52,7 +52,7 @@ def test_accumulation_is_exact(task, micro_batch_size):
     assert_exact(gradients, task, micro_batch_size)
 
 
-def test_a_mean_of_means_is_not():
+def test_negative_control_mean_of_means():
     assert_mean_of_means_is_wrong(gradients, text)
 
 
@@ -75,12 +75,12 @@ def test_batches(name):
     assert_batches(TASKS[name], DATASETS[name]())
 
 
-def test_weight_is_the_bytes_that_are_predicted():
+def test_weight_is_the_number_of_predicted_bytes():
     x, y = ragged(text)
     assert int(text.weight((x, y))) == int((y != data.IGNORED).sum()) < y.size
 
 
-def test_text_does_not_see_what_it_predicts():
+def test_text_model_does_not_look_ahead():
     x, _ = ragged(text)
     assert_does_not_look_ahead(model_of(text).predict_on_batch, x)
 

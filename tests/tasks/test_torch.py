@@ -25,7 +25,7 @@ TASKS = {"digits": digits, "digits_batchnorm": digits_batchnorm, "text": text}
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Small models: threads only wait for each other."""
+    """The models are small, so threads would only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -38,7 +38,7 @@ def model_of(task):
 
 
 def gradients(task, **options):
-    """The gradient of one ragged batch: the full batch's, or accumulated; read off a step of SGD."""
+    """The gradient of one ragged batch, accumulated or of the full batch, taken from a step of SGD."""
     model = model_of(task)
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -57,7 +57,7 @@ def test_accumulation_is_exact(task, micro_batch_size):
     assert_exact(gradients, task, micro_batch_size)
 
 
-def test_a_mean_of_means_is_not():
+def test_negative_control_mean_of_means():
     assert_mean_of_means_is_wrong(gradients, text)
 
 
@@ -81,12 +81,12 @@ def test_text_is_ragged():
     assert_text_is_ragged()
 
 
-def test_weight_is_the_bytes_that_are_predicted():
+def test_weight_is_the_number_of_predicted_bytes():
     x, y = ragged(text)
     assert text.weight((x, y)) == int((y != data.IGNORED).sum()) < y.numel()
 
 
-def test_text_does_not_see_what_it_predicts():
+def test_text_model_does_not_look_ahead():
     model = model_of(text)
     x, _ = ragged(text)
     changed = x.clone()
@@ -108,7 +108,7 @@ def test_evaluate_changes_nothing(name):
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_a_model_that_knows_nothing_needs_eight_bits():
+def test_model_with_uniform_predictions_scores_eight_bits():
     nothing = data.bits_per_byte(lambda x: np.zeros((*x.shape, data.NUM_BYTES)))
     assert nothing == pytest.approx(8.0)
 
@@ -117,7 +117,7 @@ def test_missing_scikit_learn():
     assert_missing_scikit_learn()
 
 
-# --- quality: the defaults train what they are said to --------------------------------------------------
+# --- quality: the defaults reach the promised scores --------------------------------------------------
 
 
 def train(task, seed, epochs=None):

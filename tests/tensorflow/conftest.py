@@ -40,7 +40,8 @@ def eagerly() -> Iterator[None]:
     tf.config.run_functions_eagerly(False)
 
 
-EAGER = {"test_accumulator", "test_nonfinite", "test_optimizers", "test_refusals", "test_users"}
+EAGER = {"test_accumulator", "test_nonfinite", "test_one_replica", "test_optimizers", "test_precision", "test_refusals"}
+EAGER |= {"test_train", "test_users"}
 """Modules about what a step does and refuses, not about graphs; tracing a graph takes ten times as long as a step."""
 
 

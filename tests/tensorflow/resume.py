@@ -1,4 +1,4 @@
-"""Runs that can be stopped in the middle of a window and taken up by another process.
+"""Runs that can be stopped in the middle of a window and continued by another process.
 
 python -m tests.tensorflow.resume FIRST LAST FOLDER: for each kind of run, feeds the micro-batches FIRST to LAST; reads
 its state from FOLDER unless FIRST is 0, and writes it there.
@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from bigbatch.tensorflow import Accumulator
-from bigbatch.tensorflow.distributed.replicas import any_size
+from bigbatch.tensorflow.batch import any_size
 
 from .training import mirrored
 
@@ -31,7 +31,7 @@ def data(number: int, replica: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Resumable:
-    """Windows of 4 micro-batches; of the layer that `branches` has besides, only the first of a window knows."""
+    """Windows of 4 micro-batches; only the first one of each window uses the extra layer of `branches`."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

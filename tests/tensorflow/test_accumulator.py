@@ -1,4 +1,4 @@
-"""What a step is made of: order of calls, options, schedules, bad input. Nothing is changed by an error."""
+"""The parts of a step: order of calls, options, schedules, bad input. An error changes nothing."""
 
 import gc
 import weakref
@@ -82,7 +82,7 @@ def full_batch_step(model: Any, optimizer: Any, batch: Batch | None = None, loss
 
 
 def assert_exact_step(accumulator: Accumulator) -> None:
-    """The next step is that of the full batch: nothing of what went wrong before is left."""
+    """Asserts that the next step is that of the full batch, so that nothing is left of an earlier error."""
     model = make_model()
     model.set_weights(accumulator.model.get_weights())
     full_batch_step(model, keras.optimizers.SGD(0.1))
@@ -100,7 +100,7 @@ def test_a_batch_smaller_than_the_micro_batch_just_runs() -> None:
 
 
 @pytest.mark.parametrize("way", ["batch", "window", "add"])
-def test_the_step_says_what_it_did(way: str) -> None:
+def test_step_reports_what_it_did(way: str) -> None:
     accumulator = make(4 if way == "batch" else None, accumulation_steps=3)
     value, found = gradients(make_model(), make_batch())
     if way == "batch":
@@ -118,7 +118,7 @@ def test_the_step_says_what_it_did(way: str) -> None:
     assert accumulator.num_steps.numpy() == 1
 
 
-def test_without_a_loss_add_steps_as_well() -> None:
+def test_add_steps_without_a_loss() -> None:
     accumulator = make(accumulation_steps=2)
     for part in parts(make_batch())[:2]:
         accumulator.add(gradients(accumulator.model, part)[1], weight=len(part[1]))
@@ -147,12 +147,12 @@ def test_reduction_sum_adds_up(way: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16])
-def test_weights_in_low_precision_are_added_up_exactly(dtype: tf.DType) -> None:
+def test_weights_in_low_precision_are_summed_exactly(dtype: tf.DType) -> None:
     accumulator = make(4000, weight=lambda batch: tf.fill(tf.shape(batch[1]), tf.constant(20, dtype)))
     assert accumulator.step(make_batch(7001)).weight == 140020
 
 
-def test_weights_that_are_no_float32() -> None:
+def test_weights_that_float32_cannot_represent() -> None:
     accumulator = make(accumulation_steps=3)
     add(accumulator, make_batch(), weight=0.1)
     assert accumulator.flush().weight == 0.1
@@ -161,7 +161,7 @@ def test_weights_that_are_no_float32() -> None:
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("way", ["batch", "window", "add"])
-def test_a_total_weight_of_zero_changes_nothing_and_says_so(way: str) -> None:
+def test_total_weight_of_zero_changes_nothing_and_is_reported(way: str) -> None:
     optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
     accumulator = make(4 if way == "batch" else None, optimizer, accumulation_steps=3, weight=lambda _: 0)
     before = snapshot(accumulator)
@@ -185,7 +185,7 @@ def test_a_total_weight_of_zero_changes_nothing_and_says_so(way: str) -> None:
     assert_same(accumulator.model, model)
 
 
-def test_add_steps_at_the_boundary_and_flush_steps_the_rest() -> None:
+def test_full_window_steps_and_flush_steps_the_rest() -> None:
     accumulator = make(accumulation_steps=2)
     seen = []
     for part in parts(make_batch()):
@@ -198,7 +198,7 @@ def test_add_steps_at_the_boundary_and_flush_steps_the_rest() -> None:
 
 
 @pytest.mark.compiled
-def test_flush_with_nothing_open_is_nothing() -> None:
+def test_flush_without_a_window_does_nothing() -> None:
     accumulator = make(None, accumulation_steps=3)
     before = snapshot(accumulator)
     assert accumulator.flush() is None
@@ -225,8 +225,8 @@ def test_accumulation_steps_may_ramp_up(in_graph: bool) -> None:
     assert made == [True, False, True, False, False, True]
 
 
-def test_reading_waits_and_making_does_not() -> None:
-    """The losses stay tensors until somebody reads them."""
+def test_losses_are_fetched_when_read() -> None:
+    """Until then they stay tensors."""
     step = make().step(make_batch())
     assert callable(step._terms)
     assert callable(step._weight)
@@ -236,7 +236,7 @@ def test_reading_waits_and_making_does_not() -> None:
     assert not callable(step._terms)
 
 
-# --- what is counted in steps ----------------------------------------------------------------------------------
+# --- once per step ----------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)),
@@ -251,8 +251,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_what_belongs_to_a_step_happens_once_a_step(kind: str) -> None:
-    """On the finished gradient: the optimizer's variables, averages and counters are those of the full batch."""
+def test_everything_of_a_step_happens_once_per_step(kind: str) -> None:
+    """The variables, averages and counters of the optimizer are those of the full batch."""
     model, optimizer = make_model(), OPTIMIZERS[kind]()
     scale = getattr(optimizer, "loss_scale_factor", None) or 1
     for _ in range(3):
@@ -270,7 +270,7 @@ def test_what_belongs_to_a_step_happens_once_a_step(kind: str) -> None:
 
 @pytest.mark.parametrize("way", ["norm", "value"])
 @pytest.mark.parametrize("limit", [0.05, 10.0])
-def test_our_clipping_is_of_the_finished_gradient(way: str, limit: float) -> None:
+def test_clipping_acts_on_the_whole_gradient(way: str, limit: float) -> None:
     model, optimizer = make_model(), keras.optimizers.SGD(1.0)
     _, found = gradients(model, make_batch())
     clipped = (
@@ -289,7 +289,7 @@ def test_our_clipping_is_of_the_finished_gradient(way: str, limit: float) -> Non
 
 
 @pytest.mark.compiled
-def test_sizes_that_vary_make_no_new_graph() -> None:
+def test_varying_sizes_make_no_new_graph() -> None:
     accumulator = make(16)
     seen = []
 
@@ -313,7 +313,7 @@ def test_windows_of_any_length_make_one_graph() -> None:
     assert accumulator.num_traces == 1
 
 
-def test_a_model_that_is_not_built_yet_sees_no_more_than_a_micro_batch() -> None:
+def test_unbuilt_model_is_built_with_at_most_a_micro_batch() -> None:
     sizes = []
 
     class Late(keras.Model):
@@ -383,7 +383,7 @@ def test_a_batch_is_any_nest(kind: str) -> None:
     assert_same(accumulator.model, full_batch_step(model, optimizer))
 
 
-def test_what_is_no_tensor_may_change_from_step_to_step() -> None:
+def test_values_that_are_not_tensors_may_change_between_steps() -> None:
     accumulator = make(4, loss=lambda model, batch: loss(model, batch[:2]) * batch[2])
     model, optimizer = make_model(), keras.optimizers.SGD(0.1)
     for factor in (1.0, 3.0):
@@ -401,7 +401,7 @@ def words() -> tuple[tf.RaggedTensor, np.ndarray]:
 @pytest.mark.parametrize("way", ["batch", "window"])
 @pytest.mark.parametrize("kind", ["ragged", "sparse"])
 def test_ragged_and_sparse_inputs(kind: str, way: str) -> None:
-    """Sums of embeddings of sentences of 0 to 5 words: a table that is multiplied with the words' counts."""
+    """Sums of embeddings of sentences with 0 to 5 words: a table multiplied by the counts of the words."""
     sentences, lengths = words()
     target = np.random.default_rng(1).normal(size=(11, 3))
 
@@ -431,7 +431,7 @@ def test_ragged_and_sparse_inputs(kind: str, way: str) -> None:
     assert_same(ours, full)
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.compiled
@@ -471,7 +471,7 @@ def test_bad_losses_and_weights_change_nothing(options: dict[str, Any], error: t
 
 
 @pytest.mark.parametrize("way", ["batch", "window"])
-def test_an_error_in_the_last_micro_batch_leaves_nothing_behind(way: str) -> None:
+def test_error_in_the_last_micro_batch_leaves_no_gradients(way: str) -> None:
     def failing(model: Any, batch: Batch) -> Any:
         with tf.control_dependencies([tf.debugging.assert_equal(tf.shape(batch[1])[0], 4, "a loss that fails")]):
             return loss(model, batch)
@@ -536,12 +536,12 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         (lambda: make(accumulation_steps=1).add([None] * 4, weight=3), GradientError, "no variable got a gradient"),
     ],
 )
-def test_calls_that_lack_something(call: Callable[[], Any], error: type[BigBatchError], message: str) -> None:
+def test_calls_that_lack_an_option(call: Callable[[], Any], error: type[BigBatchError], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
 
 
-def test_gradients_in_another_order_are_refused_before_any_is_added() -> None:
+def test_gradients_in_wrong_order_are_refused_before_any_is_added() -> None:
     accumulator = make(accumulation_steps=2)
     before = snapshot(accumulator)
     found = gradients(accumulator.model, make_batch())[1]
@@ -553,7 +553,7 @@ def test_gradients_in_another_order_are_refused_before_any_is_added() -> None:
 
 
 @pytest.mark.compiled
-def test_bad_weights_in_a_graph_of_the_users_are_told_when_it_runs() -> None:
+def test_bad_weights_in_an_own_graph_raise_when_it_runs() -> None:
     accumulator = make(accumulation_steps=2)
     before = snapshot(accumulator)
     feed = tf.function(lambda weight: add(accumulator, make_batch(), weight))
@@ -564,8 +564,8 @@ def test_bad_weights_in_a_graph_of_the_users_are_told_when_it_runs() -> None:
     assert_exact_step(accumulator)
 
 
-def test_a_list_beside_micro_batches_of_one_is_refused() -> None:
-    """It would be broadcast without a word."""
+def test_list_of_numbers_with_micro_batch_size_1_is_refused() -> None:
+    """It would be broadcast silently."""
     accumulator = make(1)
     before = snapshot(accumulator)
     with pytest.raises(BatchError, match="a list of 11 numbers goes whole to every micro-batch"):
@@ -582,7 +582,7 @@ def test_step_in_an_open_window_is_refused() -> None:
     assert accumulator.flush().weight == 11
 
 
-def test_variables_that_change_in_an_open_window_are_refused() -> None:
+def test_changed_variables_in_an_open_window_are_refused() -> None:
     accumulator = make(accumulation_steps=3)
     add(accumulator, make_batch())
     accumulator.model.layers[0].trainable = False
@@ -593,7 +593,7 @@ def test_variables_that_change_in_an_open_window_are_refused() -> None:
 
 
 @pytest.mark.parametrize("way", ["batch", "window", "add"])
-def test_variables_that_change_between_windows(way: str) -> None:
+def test_changed_variables_between_windows_are_accepted(way: str) -> None:
     accumulator = make(4 if way == "batch" else None, accumulation_steps=3)
     model, optimizer = make_model(), keras.optimizers.SGD(0.1)
     for trainable in (True, False, True):
@@ -609,7 +609,7 @@ def test_variables_that_change_between_windows(way: str) -> None:
         assert_same(accumulator.model, model)
 
 
-def test_a_model_without_variables_cannot_be_added_to() -> None:
+def test_add_refuses_a_model_without_variables() -> None:
     accumulator = Accumulator(
         keras.Sequential([keras.layers.Dense(3)]), keras.optimizers.SGD(0.1), accumulation_steps=2
     )
@@ -634,7 +634,7 @@ def test_a_model_may_get_its_variables_before_its_first_gradient(in_graph: bool)
 @pytest.mark.parametrize(
     ("way", "bad"), [("batch", np.nan), ("batch", np.inf), ("window", np.nan), ("add", np.nan), ("add", np.inf)]
 )
-def test_a_gradient_that_is_not_finite_is_kept_out_and_said(
+def test_nonfinite_gradient_is_not_applied_and_is_reported(
     way: str, bad: float, capfd: pytest.CaptureFixture[str]
 ) -> None:
     accumulator = make(4 if way == "batch" else None, accumulation_steps=3, clip_norm=1e9, clip_value=1e9)
@@ -663,7 +663,7 @@ def test_a_gradient_too_large_to_square_is_still_finite() -> None:
     assert step.grad_norm == pytest.approx(1e30, rel=1e-6)
 
 
-def test_batch_norm_is_told_about_once() -> None:
+def test_batch_norm_warns_once() -> None:
     layers = keras.layers
     model = keras.Sequential([keras.Input((5,)), layers.Dense(7), layers.BatchNormalization(), layers.Dense(3)])
     with pytest.warns(BigBatchWarning, match="1 BatchNormalization layer in training mode") as told:
@@ -676,8 +676,8 @@ def test_batch_norm_is_told_about_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ["batch", "window"])
-def test_an_object_of_the_users_may_change_between_steps(kind: str) -> None:
-    """Objects of a class of the user's look alike, the same one with other values, or a new one in its place."""
+def test_objects_in_the_batch_may_change_between_steps(kind: str) -> None:
+    """An object of the user's class has new values, or a new object takes its place."""
 
     class Options:
         def __init__(self, factor: float) -> None:
@@ -717,7 +717,7 @@ def test_another_loss_or_weight_between_steps(kind: str) -> None:
 
 
 @pytest.mark.compiled
-def test_freezing_and_unfreezing_in_turns_leaves_no_sums_and_no_graphs_behind() -> None:
+def test_freezing_and_unfreezing_frees_sums_and_graphs() -> None:
     optimizer = keras.optimizers.SGD(0.1)
     accumulator, model = make(None, optimizer), make_model()
     optimizer.build(accumulator.model.trainable_variables)
@@ -731,4 +731,6 @@ def test_freezing_and_unfreezing_in_turns_leaves_no_sums_and_no_graphs_behind() 
         left.append(weakref.ref(accumulator._window.sums))
     gc.collect()
     assert [sums() is not None for sums in left] == [False] * 5 + [True]
-    assert len(accumulator._graphs.made) == 2  # that weighs, for each set of variables; the others went with their sums
+    assert (
+        len(accumulator._graphs.made) == 2
+    )  # the graph that weighs, for each set of variables; the others were freed with their sums

@@ -1,4 +1,4 @@
-"""Functions of the user's are converted as tf.function does it: `if`, `for` and `len` take tensors."""
+"""Functions of the user are converted as tf.function does: `if`, `for` and `len` accept tensors."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Own(tf.Module):
-    """With a branch and a loop in the model itself."""
+    """A model with a branch and a loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def with_a_branch_and_a_loop(model: Any, batch: Any) -> Any:
 
 
 class Penalised:
-    """An object that is called, and `and` of tensors."""
+    """A callable object that uses `and` with tensors."""
 
     def __call__(self, model: Any, batch: Any) -> Any:
         value = squares(model, batch)
@@ -85,7 +85,7 @@ CASES: dict[str, dict[str, Any]] = {
     ("case", "way"),
     [*((case, way) for case in CASES for way in ("batch", "window")), ("a loss", "xla"), ("len", "xla")],
 )
-def test_it_is_the_full_batch(case: str, way: str) -> None:
+def test_converted_functions_match_the_full_batch(case: str, way: str) -> None:
     options = {"loss": squares, "model": keras_model, **CASES[case]}
     make, loss = options.pop("model"), options.pop("loss")
     model, full = make(), make()
@@ -102,7 +102,7 @@ def test_it_is_the_full_batch(case: str, way: str) -> None:
     np.testing.assert_allclose(flat(model), flat(full), rtol=1e-12)
 
 
-def test_what_the_user_keeps_from_being_converted_is_left_alone() -> None:
+def test_do_not_convert_is_respected() -> None:
     @tf.autograph.experimental.do_not_convert
     def loss(model: Any, batch: Any) -> Any:
         return squares(model, batch) if squares(model, batch) > 0 else 0.0
@@ -112,7 +112,7 @@ def test_what_the_user_keeps_from_being_converted_is_left_alone() -> None:
         accumulator.step(BATCH)
 
 
-def test_an_error_of_the_users_stays_what_it_is() -> None:
+def test_error_of_the_user_is_raised_unchanged() -> None:
     class MineError(Exception):
         def __init__(self, number: int, more: str) -> None:
             super().__init__(number, more)
@@ -124,7 +124,7 @@ def test_an_error_of_the_users_stays_what_it_is() -> None:
         Accumulator(keras_model(), keras.optimizers.SGD(0.1), loss, 4).step(BATCH)
 
 
-def test_the_number_of_micro_batches_by_a_branch() -> None:
+def test_accumulation_steps_with_a_branch() -> None:
     def ramp(step: Any) -> Any:
         if step < 1:
             return 1

@@ -1,4 +1,4 @@
-"""Saved in the middle of a window and taken up in another process, as if nothing had happened."""
+"""A run saved in the middle of a window continues in another process with the same result."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stopped after 6 of 10 micro-batches, two into a window of four, and taken up in another process."""
+    """Runs stopped after 6 of 10 micro-batches, two into a window of four, and continued in another process."""
     folder = tmp_path_factory.mktemp("resumed")
     main(0, 6, folder)
     in_another_process(6, NUM_MICRO_BATCHES, folder)
@@ -47,8 +47,8 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_process_goes_on(kind: str, undisturbed: Path, resumed: Path) -> None:
-    """Bit for bit on one device; over two replicas the sums are put together and split again, which rounds."""
+def test_another_process_continues(kind: str, undisturbed: Path, resumed: Path) -> None:
+    """Bit for bit on one device; on two replicas the sums are joined and split again, which rounds."""
     if "replicas" in kind:
         assert error(resumed, undisturbed, kind) <= 1e-12
     else:
@@ -56,8 +56,8 @@ def test_another_process_goes_on(kind: str, undisturbed: Path, resumed: Path) ->
 
 
 @pytest.mark.parametrize("stop", [1, 4, 9, NUM_MICRO_BATCHES])
-def test_any_place_will_do(stop: int, undisturbed: Path, tmp_path: Path) -> None:
-    """At 9 and 10 nothing comes after the checkpoint but flush(), or not even that."""
+def test_window_resumes_from_any_micro_batch(stop: int, undisturbed: Path, tmp_path: Path) -> None:
+    """At 9 and 10 only flush(), or nothing at all, follows the checkpoint."""
     kinds = ("eager", "branches")
     main(0, stop, tmp_path, kinds=kinds)
     main(stop, NUM_MICRO_BATCHES, tmp_path, kinds=kinds)
@@ -73,7 +73,7 @@ def test_negative_control_without_the_accumulators_state_the_result_differs(undi
 
 @pytest.mark.usefixtures("float64")
 def test_between_steps_of_batches_and_windows(tmp_path: Path) -> None:
-    """The graphs that were made are no part of what is saved."""
+    """The state does not contain graphs."""
     x = np.random.default_rng(0).normal(size=(11, 6))
 
     def make() -> Accumulator:

@@ -1,4 +1,4 @@
-"""A loop that is stopped anywhere and taken up again ends as if nothing had happened."""
+"""A loop that is stopped anywhere and resumed ends with the same result as one that was not stopped."""
 
 import random
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def loss(model: Any, batch: Any) -> Any:
 
 
 class Batches:
-    """Drawn from NumPy's and Python's global numbers."""
+    """Batches drawn from NumPy's and Python's global generators."""
 
     def __iter__(self) -> Any:
         order = np.random.permutation(NUM_SAMPLES)
@@ -57,7 +57,7 @@ class Loop:
 
     def run(self, stop: int | None = None) -> "Loop":
         for batch in self.checkpoints.batches(self.data, EPOCHS):
-            self.checkpoints.wait()  # as a disk that is quick, so that there is one of every batch
+            self.checkpoints.wait()  # like a fast disk, so that every batch has a checkpoint
             if self.checkpoints.num_batches == stop:
                 break
             if self.kind == "added":
@@ -79,7 +79,7 @@ class Loop:
 @pytest.mark.parametrize("stops", [(5,), pytest.param(range(1, TOTAL + 1), marks=pytest.mark.slow)], ids=["5", "all"])
 @pytest.mark.parametrize("kind", ["", "scaled", "added", "dataset"])
 def test_stopped_anywhere(kind: str, stops: Sequence[int], tmp_path: Path) -> None:
-    """Also in the middle of a window that is added to, and with a dataset that shuffles anew in every epoch."""
+    """The loop may stop in the middle of a window of add(); a dataset may shuffle again in every epoch."""
     whole = Loop(tmp_path / "whole", kind).run()
     for stop in stops:
         Loop(tmp_path / f"{stop}", kind).run(stop)
@@ -88,7 +88,7 @@ def test_stopped_anywhere(kind: str, stops: Sequence[int], tmp_path: Path) -> No
 
 @pytest.mark.parametrize("is_done", [False, True])
 def test_saved_by_hand_before_and_after_a_step(is_done: bool, tmp_path: Path) -> None:
-    """Whether the batch in hand is done or not, no batch is done twice and none is left out."""
+    """No batch is repeated or left out, whether the current batch is done or not."""
     whole = Loop(tmp_path / "whole").run()
     for stop in (0, 5):
         loop = Loop(tmp_path / f"{stop}")
@@ -102,14 +102,14 @@ def test_saved_by_hand_before_and_after_a_step(is_done: bool, tmp_path: Path) ->
         assert Loop(tmp_path / f"{stop}").run().ends_as(whole), f"stopped at batch {stop}"
 
 
-def test_without_the_random_numbers_it_would_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_differs_without_the_random_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Loop(tmp_path / "whole").run()
     Loop(tmp_path / "other").run(5)
     monkeypatch.setattr(Checkpoints, "_set_random", lambda *_: None)
     assert not Loop(tmp_path / "other").run().ends_as(whole)
 
 
-def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+def test_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     Loop(tmp_path).run(2)
     loop = Loop(tmp_path, width=8)
     before = [v.numpy().copy() for v in loop.model.variables]
@@ -118,7 +118,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, loop.model.variables, strict=True))
 
 
-def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path: Path) -> None:
     whole = Loop(tmp_path / "whole").run()
     Loop(tmp_path / "broken").run(6)
     newest = max((tmp_path / "broken").glob("[0-9]*")) / "tensorflow.index"
@@ -133,7 +133,7 @@ def test_a_model_that_is_built_late(tmp_path: Path) -> None:
         Loop(tmp_path, "built late").checkpoints.restore()
 
 
-def test_a_full_disk_of_temporary_files_does_not_end_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_temporary_disk_does_not_end_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(tmp_path)
 
     def full(self: Any, path: str) -> None:
@@ -142,7 +142,7 @@ def test_a_full_disk_of_temporary_files_does_not_end_the_loop(tmp_path: Path, mo
     monkeypatch.setattr(tf.train.Checkpoint, "write", full)
     with (
         pytest.warns(BigBatchWarning, match="could not be written .*No space left on device"),
-        pytest.raises(OSError, match="No space left on device"),  # of the last one, which is waited for
+        pytest.raises(OSError, match="No space left on device"),  # of the last checkpoint, which is waited for
     ):
         loop.run()
     assert len(loop.history) == TOTAL

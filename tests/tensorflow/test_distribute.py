@@ -1,4 +1,4 @@
-"""Replicas: each accumulates by itself, one reduction a window, and the batch is the union of all of theirs."""
+"""Replicas accumulate locally and reduce once per window; the batch is the union of their batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ import tf_keras
 from bigbatch import OrderError, Step, Window
 from bigbatch.core.window import cuts
 from bigbatch.tensorflow import Accumulator
-from bigbatch.tensorflow.distributed.replicas import any_size
+from bigbatch.tensorflow.batch import any_size
 from tests.problems import samples, tokens
 
 from .training import Language, flat, make_loss, make_weight, mirrored
@@ -44,7 +44,7 @@ def rows(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def on_replicas(batch: Batch, split: tuple[int, int], strategy: tf.distribute.Strategy | None = None) -> Any:
-    """The batch as two replicas have it."""
+    """The batch split over two replicas."""
     starts = (0, split[0])
 
     def own(context: Any) -> Any:
@@ -55,7 +55,7 @@ def on_replicas(batch: Batch, split: tuple[int, int], strategy: tf.distribute.St
 
 
 def micro_batches(batch: Batch, split: tuple[int, int], size: int = 4) -> list[Any]:
-    """Each replica's part cut into micro-batches; who has none left takes part with an empty one."""
+    """Each replica's part in micro-batches; a replica that has none left gets an empty one."""
     own = [rows(batch, 0, split[0]), rows(batch, split[0], sum(split))]
     cut = [[rows(part, where.start, where.stop) for where in cuts(len(part["y"]), size)] for part in own]
     nothing = rows(batch, 0, 0)
@@ -91,7 +91,7 @@ def on_each(variable: Any) -> list[np.ndarray]:
 
 
 def assert_same(ours: Any, full: Any, start: Any, tolerance: float = 1e-12) -> None:
-    """On every replica."""
+    """Asserts that every replica has these values."""
     update = np.linalg.norm(flat(full) - flat(start))
     assert update > 1e-3
     squares = 0.0
@@ -123,7 +123,7 @@ def adder(accumulator: Accumulator, in_graph: bool, loss: Callable[..., Any] = l
 
 
 class OneGraph:
-    """A tf.function that takes batches of any size."""
+    """A tf.function that accepts batches of any size."""
 
     def __init__(self, function: Callable[[Any], None]) -> None:
         self.function, self.made = function, None
@@ -139,7 +139,7 @@ class OneGraph:
 
 
 @pytest.mark.usefixtures("float64")
-def test_a_batch_that_the_replicas_have() -> None:
+def test_distributed_batch() -> None:
     accumulator, full, optimizer = make(), make_model(), make_optimizer()
     for split in ((16, 16), (14, 8), (9, 8), (13, 8), (11, 0), (0, 5)):
         batch = make_batch(sum(split))
@@ -174,14 +174,16 @@ def test_windows() -> None:
         assert step.loss == pytest.approx(value, rel=1e-12)
         assert step.weight == sum(split)
     batch = make_batch(23)
-    accumulator.step(Window([rows(batch, 0, 9), rows(batch, 9, 10), rows(batch, 10, 23)]))  # spread by us
+    accumulator.step(
+        Window([rows(batch, 0, 9), rows(batch, 9, 10), rows(batch, 10, 23)])
+    )  # spread over the replicas by bigbatch
     assert_same(accumulator.model, full_batch(full, optimizer, [batch]), make_model())
 
 
 @pytest.mark.parametrize("in_graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.usefixtures("float64")
-def test_gradients_of_the_users_in_strategy_run(in_graph: bool) -> None:
-    """Windows of 4 micro-batches and short ones; on an empty replica the mean over nothing is 0/0."""
+def test_add_in_strategy_run(in_graph: bool) -> None:
+    """Windows of 4 micro-batches and shorter ones; on an empty replica the mean is 0/0."""
     accumulator, full, optimizer = make(None, accumulation_steps=4), make_model(), make_optimizer()
     add = adder(accumulator, in_graph)
     for split in ((14, 8), (6, 1), (13, 0), (0, 5), (16, 16)):
@@ -260,7 +262,7 @@ def test_one_device_strategy() -> None:
 
 
 @pytest.mark.usefixtures("float64")
-def test_a_model_that_is_not_built_yet() -> None:
+def test_unbuilt_model() -> None:
     def late() -> Any:
         keras.utils.set_random_seed(0)
         return keras.Sequential([keras.layers.Dense(6, "tanh"), keras.layers.Dense(10)])
@@ -294,7 +296,7 @@ def language() -> Any:
 @pytest.mark.parametrize("way", ["batch", "window"])
 @pytest.mark.usefixtures("float64")
 def test_two_terms_each_by_its_own_count(way: str) -> None:
-    """Also: embeddings, and a replica whose rows have far fewer tokens."""
+    """This includes embeddings, and a replica with far fewer tokens."""
     batch = tokens(3, 60, 17, 40, 5, 0, 2)
     terms, weigh = make_loss(TwoTerms), make_weight(TwoTerms)
     full = full_batch(language(), keras.optimizers.Adam(0.01), [batch, batch], terms)
@@ -349,7 +351,7 @@ def test_a_batch_without_a_sample_changes_nothing() -> None:
     assert accumulator.optimizer.iterations.numpy() == 0
 
 
-# --- what is done once, on the whole gradient ------------------------------------------------------------------
+# --- once per step, on the whole gradient ------------------------------------------------------------------
 
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -414,7 +416,7 @@ CLIPPED: dict[str, tuple[dict[str, float], dict[str, float]]] = {
 )
 @pytest.mark.usefixtures("float64")
 def test_clipping_sees_the_whole_gradient(kind: str, way: str) -> None:
-    """+10.1 on one replica and -9.9 on the other are 0.2, which needs no clipping; clipped before, they were 0."""
+    """+10.1 on one replica and -9.9 on the other sum to 0.2, which needs no clipping. Clipped first, they give 0."""
     theirs, ours = CLIPPED[kind]
     accumulator = make(
         1,
@@ -458,7 +460,7 @@ def feed(accumulator: Accumulator, batch: Batch, way: str) -> Step | None:
 
 @pytest.mark.parametrize("way", ["batch", "window", "add"])
 @pytest.mark.usefixtures("float64")
-def test_an_inf_on_one_replica_moves_no_weight_on_any(way: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_inf_on_one_replica_skips_the_step_on_all(way: str, capfd: pytest.CaptureFixture[str]) -> None:
     batch = make_batch(22)
     accumulator = make(4 if way == "batch" else None, accumulation_steps=100)
     feed(accumulator, batch, way)
@@ -497,15 +499,15 @@ def test_a_scale_of_the_loss(kind: str, way: str) -> None:
     assert feed(accumulator, batch, way).is_applied
     plain = make_optimizer() if kind == "keras" else tf_keras.optimizers.SGD(0.1, momentum=0.9)
     assert_same(accumulator.model, full_batch(make_model(library), plain, [batch] * 2), make_model(library), 1e-5)
-    if kind == "keras":  # tf_keras counts steps that were skipped
+    if kind == "keras":  # tf_keras also counts skipped steps
         assert accumulator.optimizer.iterations.numpy() == 2
 
 
-# --- how much is sent ------------------------------------------------------------------------------------------
+# --- reductions ------------------------------------------------------------------------------------------
 
 
 class Counting(tf.distribute.HierarchicalCopyAllReduce):
-    """Keeps, for each group of reductions, how many tensors it has and the graph that it is in."""
+    """Records the number of tensors and the graph of each group of reductions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -518,7 +520,7 @@ class Counting(tf.distribute.HierarchicalCopyAllReduce):
 
 
 def reductions(num_micro_batches: int, way: str) -> tuple[list[tuple[int, str]], int]:
-    """The groups of a window, and how many single values went besides."""
+    """The groups of reductions in a window, and the number of single values besides."""
     counting = Counting()
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=counting)
     size = 64 // num_micro_batches
@@ -549,8 +551,8 @@ def reductions(num_micro_batches: int, way: str) -> tuple[list[tuple[int, str]],
 
 
 @pytest.mark.parametrize("way", ["batch", "window", "add", "add in a graph"])
-def test_one_group_of_reductions_a_window(way: str) -> None:
-    """Four gradients, the loss, the weight and the count go together; the total weight of a Window goes ahead."""
+def test_one_group_of_reductions_per_window(way: str) -> None:
+    """Four gradients, the loss, the weight and the count form one group; the total weight of a Window goes first."""
     groups, num_singles = reductions(8, way)
     ((num_tensors, graph),) = groups
     assert num_tensors == (7 if way == "batch" else 6)
@@ -560,10 +562,10 @@ def test_one_group_of_reductions_a_window(way: str) -> None:
         assert reductions(1, way) == (groups, num_singles)
 
 
-# --- what cannot be --------------------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------------
 
 
-def test_add_outside_of_the_replicas_is_refused() -> None:
+def test_add_outside_the_replicas_is_refused() -> None:
     accumulator = make(None, accumulation_steps=2)
     found = [tf.zeros(v.shape, v.dtype) for v in accumulator.model.trainable_variables]
     with pytest.raises(OrderError, match=r"on 2 replicas: call add\(\) in what strategy.run runs"):

@@ -1,4 +1,4 @@
-"""The product: the update of the whole batch, whatever the sizes, in every way of feeding it."""
+"""The update is that of the whole batch, for all sizes and all ways of feeding it."""
 
 from functools import cache
 from typing import Any
@@ -28,7 +28,7 @@ def name(problem: Problem) -> str:
 
 
 def each_way(problems: list[Problem]) -> Any:
-    """Of feeding them; add() takes one gradient, so it knows no terms."""
+    """Each way to feed the problem; add() takes one gradient, so it has no terms."""
     cases = [(problem, way) for problem in problems for way in WAYS if way != "add" or problem.kind != "terms"]
     return pytest.mark.parametrize(("problem", "way"), cases, ids=lambda part: getattr(part, "name", part))
 
@@ -46,8 +46,8 @@ RUNS: dict[Any, Run] = {}
 
 
 def run(problem: Problem, way: str, make_optimizer: MakeOptimizer, epochs: int, **options: Any) -> Run:
-    """Problems share an accumulator where they can: making graphs is what takes the time."""
-    if way == "add":  # which has the problem's accumulation_steps, and no graph
+    """Trains one problem. Problems share an accumulator if they can, because making graphs takes the most time."""
+    if way == "add":  # it has the problem's accumulation_steps and no graph
         return Run(problem, make_optimizer, epochs, **options)
     size = problem.micro_batch_size if way == "batch" else None
     key = (problem.kind, way, make_optimizer, size, problem.clip_norm, tuple(options.items()))
@@ -96,13 +96,13 @@ def test_negative_control_the_naive_loop_fails_where_weights_differ(problem: Pro
         assert error < 1e-12
 
 
-def test_the_clipped_case_is_really_clipped() -> None:
+def test_the_clipped_case_is_clipped() -> None:
     clipped = next(p for p in problems() if p.clip_norm)
     step = run(clipped, "batch", sgd, 1).accumulated("batch").steps[0]
     assert step.grad_norm > 2 * clipped.clip_norm
 
 
-# --- eager, in a graph of the user's, compiled by XLA ----------------------------------------------------------
+# --- eager, in an own graph, compiled by XLA ----------------------------------------------------------
 
 
 @pytest.mark.each_value
@@ -124,7 +124,7 @@ def test_compiled_by_xla(problem: Problem, way: str) -> None:
 @pytest.mark.parametrize("flush", ["in a graph", "in eager code"])
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["plain", "xla"])
 @pytest.mark.parametrize("problem", HARD[:2], ids=name)
-def test_in_a_graph_of_the_users(problem: Problem, jit_compile: bool, flush: str) -> None:
+def test_in_an_own_graph(problem: Problem, jit_compile: bool, flush: str) -> None:
     full = full_batch(problem.name, adam, 3)
     ours = Run(problem, adam, 3)
     accumulator = ours.accumulator(accumulation_steps=problem.accumulation_steps)
@@ -152,8 +152,8 @@ def test_in_a_graph_of_the_users(problem: Problem, jit_compile: bool, flush: str
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_weights_of_samples(way: str) -> None:
-    """Weights from 0 to 2, so that the first micro-batches count least, and a whole one nothing."""
+def test_weights_per_sample(way: str) -> None:
+    """Weights from 0 to 2, so that the first micro-batches count least and one counts zero."""
     (batch,) = samples(22)
     batch = {**batch, "s": np.maximum(0, np.linspace(-1, 2, 22))}
     problem = Problem("weighted", "samples", (batch,), 4)
@@ -181,7 +181,7 @@ def test_weights_of_samples(way: str) -> None:
 
 
 def test_the_reference_moves() -> None:
-    """What all others are compared with is no run that stands still."""
+    """The reference run of all comparisons does change its variables."""
     run = full_batch("sizes 16, 16, 16, 5", sgd)
     assert np.linalg.norm(run.update) > 1e-2
     assert flat(run.model).dtype == np.float64

@@ -290,7 +290,7 @@ class Watching(keras.optimizers.SGD):
 
 @pytest.mark.usefixtures("float64")
 def test_large_tables_stay_sparse_and_small_ones_do_not() -> None:
-    for rows, kind in ((9, tf.Tensor), (gradients.MANY_ROWS, tf.Tensor), (12_000, tf.IndexedSlices)):
+    for rows, kind in ((9, tf.Tensor), (gradients._MANY_ROWS, tf.Tensor), (12_000, tf.IndexedSlices)):
         optimizer = Watching(0.1)
         Accumulator(embedding(rows), optimizer, mse, 3).step(tokens(rows))
         (found,) = optimizer.seen

@@ -1,4 +1,4 @@
-"""How many graphs are made: few, however the shapes of the batches vary, and every step is exact."""
+"""Few graphs are made, however the shapes of the batches vary, and every step is exact."""
 
 from typing import Any
 
@@ -56,13 +56,13 @@ def assert_same(model: Any, full: Any) -> None:
 
 
 def num_graphs(accumulator: Accumulator, name: str) -> int:
-    """How many there are of those whose name begins so."""
+    """The number of graphs whose name starts like this."""
     every = [*accumulator._graphs.made.items(), *accumulator._window.sums_for(1).graphs.made.items()]
     return len({id(made[0]) for ((kind, *_), _), made in every if name in str(kind)})
 
 
 @pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=["plain", "xla"])
-def test_lengths_that_vary_take_two_graphs(options: dict[str, bool]) -> None:
+def test_varying_lengths_take_two_graphs(options: dict[str, bool]) -> None:
     model, full = language(), language()
     accumulator = Accumulator(model, keras.optimizers.SGD(0.1), loss, 2, weight=num_tokens, **options)
     for length in LENGTHS[: 3 if options else None]:
@@ -80,8 +80,8 @@ def test_one_length_takes_one_graph() -> None:
     assert accumulator.num_traces == 1
 
 
-def test_windows_of_lengths_that_vary() -> None:
-    """Each micro-batch is padded to a length of its own."""
+def test_windows_of_varying_lengths() -> None:
+    """Each micro-batch is padded to its own length."""
     model, full = language(), language()
     accumulator = Accumulator(model, keras.optimizers.SGD(0.1), loss, weight=num_tokens)
     for lengths in (LENGTHS[:3], LENGTHS[3:]):
@@ -100,7 +100,7 @@ def test_windows_of_lengths_that_vary() -> None:
     assert num_graphs(accumulator, "weigh") == 2
 
 
-def test_replicas_whose_lengths_differ() -> None:
+def test_replicas_with_different_lengths() -> None:
     with mirrored().scope():
         model = language()
         accumulator = Accumulator(model, keras.optimizers.SGD(0.1), loss, 2, weight=num_tokens)
@@ -126,7 +126,7 @@ def images(model: Any, batch: Any) -> Any:
     return tf.reduce_mean((model(batch) - tf.reduce_mean(batch, [1, 2, 3])[:, None]) ** 2)
 
 
-def test_two_axes_that_vary_take_three_graphs() -> None:
+def test_two_varying_axes_take_three_graphs() -> None:
     def convolution() -> Any:
         keras.utils.set_random_seed(0)
         layers = keras.layers
@@ -145,8 +145,8 @@ def test_two_axes_that_vary_take_three_graphs() -> None:
     assert accumulator.num_traces == 3
 
 
-def test_a_loss_that_must_know_the_size_gets_a_graph_for_each() -> None:
-    """As before: range(None) is a TypeError."""
+def test_loss_that_needs_a_static_size_gets_a_graph_per_size() -> None:
+    """range(None) raises a TypeError, so each size needs its own graph."""
 
     def sizes(model: Any, batch: Any) -> Any:
         return tf.reduce_mean(sum(model(batch[:, t]) ** 2 for t in range(batch.shape[1])))
@@ -165,8 +165,8 @@ def test_a_loss_that_must_know_the_size_gets_a_graph_for_each() -> None:
     assert num_graphs(accumulator, "batch") == 3
 
 
-def test_a_shape_that_the_model_does_not_take_changes_nothing() -> None:
-    """The graph for all shapes is made, and TensorFlow finds out when it runs, as with reduce_retracing."""
+def test_shape_that_the_model_refuses_changes_nothing() -> None:
+    """TensorFlow finds the error when the graph for all shapes runs, as with reduce_retracing."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     accumulator = Accumulator(model, keras.optimizers.SGD(0.1), lambda model, x: tf.reduce_mean(model(x)), 2)

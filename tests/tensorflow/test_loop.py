@@ -1,4 +1,4 @@
-"""Compiled by XLA, the loop over micro-batches is one piece, except where that would be slower or cannot be."""
+"""XLA compiles the whole loop over micro-batches, unless that is slower or impossible."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from bigbatch.tensorflow import Accumulator
-from bigbatch.tensorflow.loop import is_good_for_xla
+from bigbatch.tensorflow.loop import _is_good_for_xla as is_good_for_xla
 
 
 def dense() -> Any:
@@ -39,7 +39,7 @@ def trained(make: Any, sizes: tuple[int, ...], **options: Any) -> tuple[Accumula
 
 
 def places_of_loops(accumulator: Accumulator) -> set[str]:
-    """Whether loops are in functions that XLA compiles, or around them."""
+    """Returns whether loops are inside functions that XLA compiles, or around them."""
     (graph,) = [call.graph.as_graph_def() for call, _ in accumulator._graphs.made.values()]
     compiled = {f.signature.name for f in graph.library.function if f.attr["_XlaMustCompile"].b}
     found = {"around" for node in graph.node if "While" in node.op}
@@ -53,7 +53,7 @@ def places_of_loops(accumulator: Accumulator) -> set[str]:
 @pytest.mark.parametrize("make", [dense, convolutional, normalised])
 @pytest.mark.parametrize("sizes", [(12,), (13, 12, 3, 1, 4)], ids=["even", "ragged"])
 @pytest.mark.filterwarnings("ignore:.*BatchNormalization:bigbatch.BigBatchWarning")
-def test_compiled_and_not_train_alike(make: Any, sizes: tuple[int, ...]) -> None:
+def test_compiled_and_plain_loops_agree(make: Any, sizes: tuple[int, ...]) -> None:
     accumulator, found = trained(make, sizes, jit_compile=True)
     _, plain = trained(make, sizes)
     for a, b in zip(found, plain, strict=True):
@@ -61,8 +61,8 @@ def test_compiled_and_not_train_alike(make: Any, sizes: tuple[int, ...]) -> None
     assert accumulator.num_traces == 1
 
 
-def test_no_micro_batch_of_none_is_compiled() -> None:
-    """XLA compiles both sides of a condition, and refuses a loss that takes the best of nothing."""
+def test_empty_micro_batches_are_not_compiled() -> None:
+    """XLA compiles both sides of a condition and refuses a loss that takes the maximum of an empty tensor."""
 
     def best(model: Any, batch: Any) -> Any:
         return tf.reduce_mean(tf.nn.top_k(tf.transpose(model(batch)), 1).values)
@@ -72,7 +72,7 @@ def test_no_micro_batch_of_none_is_compiled() -> None:
         assert accumulator.step(np.ones((size, 36), "float32")).is_applied
 
 
-def test_the_loop_is_compiled_with_what_is_in_it() -> None:
+def test_the_whole_loop_is_compiled() -> None:
     assert places_of_loops(trained(dense, (12,), jit_compile=True)[0]) == {"inside"}
     assert places_of_loops(trained(dense, (12,))[0]) == {"around"}
 
@@ -83,7 +83,7 @@ def test_a_loop_of_convolutions_is_not_compiled_on_a_cpu() -> None:
     assert loops == ({"around"} if is_on_cpu else {"inside"})
 
 
-def test_convolutions_are_found_inside_of_functions() -> None:
+def test_convolutions_inside_functions_are_found() -> None:
     inner = tf.function(lambda x: tf.nn.conv2d(x, tf.ones((2, 2, 1, 1)), 1, "SAME"), autograph=False)
     outer = tf.function(lambda x: inner(x) + 1, autograph=False)
     graph = outer.get_concrete_function(tf.TensorSpec((None, 4, 4, 1))).graph
@@ -91,7 +91,7 @@ def test_convolutions_are_found_inside_of_functions() -> None:
     assert is_good_for_xla(tf.function(lambda x: x + 1).get_concrete_function(tf.TensorSpec((None, 4))).graph)
 
 
-def test_a_variable_without_a_gradient_stays_as_it_is() -> None:
+def test_variable_without_a_gradient_does_not_change() -> None:
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((36,)), keras.layers.Dense(5), keras.layers.Dense(3)])
     before = model.get_weights()

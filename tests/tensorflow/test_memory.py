@@ -8,7 +8,9 @@ import pytest
 import tensorflow as tf
 
 from bigbatch.tensorflow import Accumulator
-from bigbatch.tensorflow.memory import LITTLE, MOST, num_side_by_side
+from bigbatch.tensorflow.loop import _LITTLE as LITTLE
+from bigbatch.tensorflow.loop import _MOST as MOST
+from bigbatch.tensorflow.loop import _num_side_by_side as num_side_by_side
 
 
 def graph_of(loss: Any, *specs: tf.TypeSpec) -> tf.Graph:

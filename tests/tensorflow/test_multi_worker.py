@@ -43,7 +43,7 @@ def free_ports(num: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[Any]:
     """What two workers ended with; if one of them does not end, both are stopped, and what they said is shown."""
     folder, ports = tmp_path_factory.mktemp("workers"), free_ports(2)
     outs: list[Path] = [folder / f"{index}.npz" for index in range(2)]
@@ -51,6 +51,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     workers = []
     for index, (out, log) in enumerate(zip(outs, logs, strict=True)):
         command = [sys.executable, "-m", "tests.tensorflow.worker", str(index), *ports, str(out)]
+        command += ["all"] if request.config.getoption("--all") else []
         with log.open("w") as file:
             workers.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
     try:

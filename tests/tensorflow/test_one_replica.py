@@ -12,6 +12,7 @@ import tf_keras
 
 from bigbatch import BigBatchWarning, LossError, Window
 from bigbatch.tensorflow import Accumulator, train_with_accumulation, verify
+from bigbatch.tensorflow.distributed.replicas import spread
 from tests.problems import samples
 
 from .training import flat, mirrored
@@ -158,8 +159,15 @@ def assert_same(accumulator: Accumulator, step: Any, wanted: tuple[Any, float]) 
 # --- step ------------------------------------------------------------------------------------------------------
 
 
+BATCHES = [*((name, 2) for name in LOSSES), ("compute_average_loss", 3), ("global_batch_size", 3)]
+SLOW = [("a mean", 2), ("get_strategy", 2), ("compute_average_loss", 2), ("global_batch_size", 3)]
+"""The first is in test_distribute; the others have a number of replicas or a share that another has too."""
+
+
+@pytest.mark.compiled
 @pytest.mark.parametrize(
-    ("name", "num_replicas"), [*((name, 2) for name in LOSSES), ("compute_average_loss", 3), ("global_batch_size", 3)]
+    ("name", "num_replicas"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if each in SLOW else []) for each in BATCHES],
 )
 def test_a_batch(name: str, num_replicas: int) -> None:
     loss, plain = LOSSES[name]
@@ -247,6 +255,7 @@ def adder(accumulator: Accumulator, loss: Callable[..., Any], *, is_one: bool = 
     return lambda batch: accumulator.strategy.run(on_replica, args=(batch,))
 
 
+@pytest.mark.compiled
 @pytest.mark.each_value
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", [name for name in EACH if name != "global_batch_size"])
@@ -261,6 +270,7 @@ def test_gradients_of_the_users(name: str, in_graph: bool) -> None:
     assert_same(accumulator, accumulator.last_step, full_batch(plain))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "a mean" and name != "a loss of tf_keras"])
 def test_gradients_of_a_loss_that_was_divided_are_refused(name: str) -> None:
     loss, _ = LOSSES[name]
@@ -309,7 +319,6 @@ def test_elsewhere_the_strategy_has_all_its_replicas() -> None:
 # --- the whole job, and the verdict ----------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("eagerly")
 def test_train_with_accumulation() -> None:
     with mirrored().scope():
         model, optimizer = make_model(), keras.optimizers.SGD(0.1, momentum=0.9)
@@ -351,6 +360,7 @@ def test_verify_runs_on_the_replicas(name: str, kind: Callable[[], Any], where: 
     assert seen == {(False, 0), (True, 0), (True, 1)}
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("order", ["plainly first", "here first"])
 @pytest.mark.parametrize("way", ["batch", "add"])
 def test_a_loss_that_is_a_graph_is_another_one_elsewhere(way: str, order: str) -> None:
@@ -437,7 +447,7 @@ def test_a_loss_set_later_is_tried_too_and_what_moves_is_put_back() -> None:
     with mirrored().scope(), pytest.warns(BigBatchWarning, match="BatchNormalization"):
         model = normalised()
         accumulator = Accumulator(model, keras.optimizers.SGD(0.1), mean, 22)
-    accumulator._check_is_mean(*accumulator._spread(on_replicas((14, 8))))
+    accumulator._begin(spread(accumulator.strategy, on_replicas((14, 8))))
     for v, fresh in zip(model.non_trainable_variables, normalised().non_trainable_variables, strict=True):
         if v.dtype == "float64":  # not the seed
             np.testing.assert_array_equal(v.numpy(), fresh.numpy())
@@ -476,6 +486,7 @@ class Counting(tf.Module):
         return x @ self.kernel
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("is_window", [False, True])
 def test_a_variable_that_waits_for_the_other_replicas(is_window: bool) -> None:
     """Is refused with the remedy, which works."""

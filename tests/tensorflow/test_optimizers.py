@@ -1,6 +1,6 @@
-"""Optimizers of every kind: Keras 3, tf_keras new and legacy, and those of TensorFlow 1 in eager code."""
+"""All kinds of optimizers: Keras 3, tf_keras new and legacy, and TensorFlow 1 in eager code."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -66,7 +66,7 @@ def add(accumulator: Accumulator, part: Any) -> None:
 
 
 def assert_equals_the_full_batch(library: Any, make_optimizer: Callable[[], Any], in_graph: bool) -> None:
-    """A step of every way, one after the other and twice, in float32."""
+    """Makes steps in all ways, one after the other and twice, in float32."""
     full, optimizer = make_model(library), make_optimizer()
     is_v1 = isinstance(optimizer, v1.Optimizer)
     variables = [as_tf_variable(v) for v in full.trainable_variables] if is_v1 else full.trainable_variables
@@ -104,19 +104,25 @@ def assert_equals_the_full_batch(library: Any, make_optimizer: Callable[[], Any]
         assert accumulator.optimizer.iterations.numpy() == len(ways)
 
 
+def some(names: Iterable[str], *quick: str) -> list[Any]:
+    """Optimizers of one library are stepped in the same way, so the quick run has a few of them."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.mark.compiled
-@pytest.mark.parametrize("name", KERAS_3)
+@pytest.mark.parametrize("name", some(KERAS_3, "Adam", "Nadam"))
 def test_keras_3(name: str) -> None:
     assert_equals_the_full_batch(keras, KERAS_3[name], in_graph=name == "Adam")
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("name", TF_KERAS)
+@pytest.mark.parametrize("name", some(TF_KERAS, "SGD", "AdamW", "legacy SGD"))
 def test_tf_keras(name: str) -> None:
     assert_equals_the_full_batch(tf_keras, TF_KERAS[name], in_graph="Adam" in name)
 
 
 @pytest.mark.compiled
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", TENSORFLOW_1)
 @pytest.mark.parametrize("library", [keras, tf_keras], ids=["keras", "tf_keras"])
 def test_tensorflow_1_in_eager_code(name: str, library: Any) -> None:
@@ -151,8 +157,8 @@ def test_loss_scale_of_tf_keras(legacy: bool, dynamic: bool, capfd: pytest.Captu
     assert ("a step was skipped" in capfd.readouterr().err) == (not dynamic)
 
 
-def test_gradients_that_belong_to_other_variables_are_kept_apart() -> None:
-    """Two kinds of batches that reach different variables, by turns, with an optimizer that steps outside of graphs."""
+def test_batches_that_reach_different_variables() -> None:
+    """Two kinds of batches take turns and reach different variables; the optimizer steps outside graphs."""
 
     class Two(tf.Module):
         def __init__(self) -> None:
@@ -192,8 +198,8 @@ def test_tensorflow_1_on_several_replicas_is_refused() -> None:
 
 
 @pytest.mark.parametrize("way", ["batch", "window", "add"])
-def test_those_of_tensorflow_1_advance_the_global_step(way: str) -> None:
-    """Once a step, and not where a step is skipped."""
+def test_tensorflow_1_optimizers_advance_the_global_step(way: str) -> None:
+    """The step advances once per step, and not if a step is skipped."""
     number = v1.get_or_create_global_step()
     number.assign(7)
     accumulator = Accumulator(make_model(keras), v1.GradientDescentOptimizer(0.1), loss, 4, accumulation_steps=3)

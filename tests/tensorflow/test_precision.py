@@ -1,4 +1,4 @@
-"""Mixed precision: the scale of the loss is the optimizer's; unscaled once, checked once, stepped once."""
+"""Mixed precision with the loss scale of the optimizer: unscale once, check once, step once."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ class Feeder:
 
 
 def full_batch(policy: str, loss: Any = loss, clip_norm: float | None = None) -> tuple[Any, float, float]:
-    """Two steps; the model, and the loss and the norm of the first."""
+    """Makes two steps; returns the model, and the loss and the norm of the first step."""
     model, optimizer = make_model(policy), make_optimizer(policy)
     optimizer.build(model.trainable_variables)
     told = []
@@ -101,6 +101,7 @@ def assert_same_update(ours: Any, full: Any, policy: str, tolerance: float) -> N
 EPS = {"mixed_float16": 2.0**-10, "mixed_bfloat16": 2.0**-7}
 
 
+@pytest.mark.compiled
 @pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", EPS)
@@ -125,7 +126,7 @@ def test_a_loss_in_low_precision(policy: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["batch", "add"])
-def test_our_clipping_is_of_the_unscaled_gradient(way: str) -> None:
+def test_clip_norm_acts_on_the_unscaled_gradient(way: str) -> None:
     full, _, norm = full_batch("mixed_float16", clip_norm=0.1)
     assert norm > 0.2
     feeder = Feeder("mixed_float16", way, clip_norm=0.1)
@@ -134,7 +135,7 @@ def test_our_clipping_is_of_the_unscaled_gradient(way: str) -> None:
     assert_same_update(feeder.model, full, "mixed_float16", 4e-3)
 
 
-def test_our_clipping_by_value_is_of_the_unscaled_gradient() -> None:
+def test_clip_value_acts_on_the_unscaled_gradient() -> None:
     feeder = Feeder("mixed_float16", "batch", clip_value=0.01)
     feeder.step(data())
     moved = [
@@ -168,7 +169,7 @@ def test_an_overflow_in_any_micro_batch_skips_the_whole_step(way: str, options: 
     assert_same_update(feeder.model, clean.model, "mixed_float16", 4e-3)
 
 
-def test_a_scale_grows_once_in_so_many_steps() -> None:
+def test_scale_grows_after_a_number_of_steps() -> None:
     model = make_model("mixed_float16")
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), 8.0, dynamic_growth_steps=2)
     accumulator = Accumulator(model, optimizer, loss, 4)
@@ -179,7 +180,7 @@ def test_a_scale_grows_once_in_so_many_steps() -> None:
     assert scales == [8, 16, 16, 32, 32]
 
 
-def test_weights_in_the_thousands_do_not_overflow() -> None:
+def test_large_weights_do_not_overflow() -> None:
     feeder = Feeder("mixed_float16", "batch")
     feeder.accumulator.weight = lambda batch: 5000 * tf.shape(batch[1])[0]
     assert feeder.step(data()).is_applied

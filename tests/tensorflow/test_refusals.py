@@ -1,4 +1,4 @@
-"""Bad input, in eager code and in graphs: one sentence, nothing changed, and the next good step is exact."""
+"""Bad input, in eager code and in graphs: one sentence, no change, and the next good step is exact."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ def assert_refused(accumulator: Accumulator, call: Callable[[], Any], error: typ
 
 
 def assert_nothing_left(accumulator: Accumulator) -> None:
-    """The next window of add(), whose sums outlive a call, is the full batch too."""
+    """Asserts that the next window of add(), whose sums outlive a call, is exact."""
     if accumulator.accumulation_steps is None:
         return
     accumulator._window.accumulation_steps = 4
@@ -59,7 +59,7 @@ def vector(model: Any, batch: Any) -> Any:
 
 
 def of_unknown_shape(loss: Any) -> Any:
-    """As losses are that come out of tf.py_function or tf.numpy_function."""
+    """A tensor of unknown shape, as tf.py_function and tf.numpy_function return it."""
 
     @tf.custom_gradient
     def hidden(value: Any) -> Any:
@@ -104,13 +104,13 @@ def test_weights_and_losses(
 
 
 @pytest.mark.parametrize("kind", ["batch", "window"])
-def test_a_scalar_of_unknown_shape_is_a_loss_like_any_other(kind: str) -> None:
+def test_scalar_of_unknown_shape_is_accepted(kind: str) -> None:
     accumulator = make(4, loss=of_unknown_shape(loss))
     accumulator.step(make_batch() if kind == "batch" else Window(parts(make_batch())))
     assert_same(accumulator.model, full_batch_step(make_model(), keras.optimizers.SGD(0.1)))
 
 
-def test_micro_batches_of_a_window_with_other_terms() -> None:
+def test_window_with_different_numbers_of_terms() -> None:
     accumulator = make(None, weight=lambda batch: 1 if batch[2] == "one" else (1, 2))
     pieces = parts(make_batch())
     window = Window([(*pieces[0], "one"), (*pieces[1], "two")])
@@ -128,7 +128,7 @@ def test_an_array_of_objects() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("way", ["batch", "window", "add"])
-def test_a_model_with_nothing_to_learn(way: str, when: str) -> None:
+def test_model_without_trainable_variables(way: str, when: str) -> None:
     model = make_model()
     model.trainable = when == "after"
     accumulator = Accumulator(
@@ -175,8 +175,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("way", ["batch", "window", "add"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_an_optimizer_that_was_built_for_other_variables(kind: str, way: str) -> None:
-    """Of the same shapes: nothing else would tell them apart."""
+def test_optimizer_built_for_other_variables(kind: str, way: str) -> None:
+    """The variables have the same shapes, so only their identity differs."""
     optimizer = OPTIMIZERS[kind]()
     optimizer.build(list(Plain().trainable_variables))
     model = Plain()
@@ -195,7 +195,7 @@ def test_an_optimizer_that_was_built_for_other_variables(kind: str, way: str) ->
         np.testing.assert_array_equal(now.numpy(), then)
 
 
-def test_an_optimizer_that_was_built_before_some_variables_were_unfrozen() -> None:
+def test_optimizer_built_before_variables_were_unfrozen() -> None:
     model = make_model()
     model.layers[0].trainable = False
     accumulator = Accumulator(model, keras.optimizers.SGD(0.1, momentum=0.9), loss, 4)
@@ -207,8 +207,8 @@ def test_an_optimizer_that_was_built_before_some_variables_were_unfrozen() -> No
     assert_untouched(accumulator, before)
 
 
-def test_tf_keras_keeps_each_variable_its_own_moments() -> None:
-    """An accumulator for a part of what the optimizer was built for: its index must not be made anew."""
+def test_tf_keras_keeps_the_moments_of_each_variable() -> None:
+    """The accumulator trains a part of the optimizer's variables, whose index must not be rebuilt."""
 
     def run(by: str) -> Any:
         model, optimizer = Plain(), tf_keras.optimizers.Adam(0.1)
@@ -290,7 +290,7 @@ def test_weights_and_losses_of_add(weight: Any, value: Any, error: type[BigBatch
     ],
 )
 def test_weights_and_losses_of_add_in_a_graph(weight: Any, value: Any, error: type[Exception], message: str) -> None:
-    """What is known while the graph is made keeps its class, though AutoGraph adds the lines it came from."""
+    """Errors that are raised while the graph is traced keep their class, although AutoGraph adds source lines."""
     accumulator = make(accumulation_steps=2)
 
     def feed() -> None:
@@ -315,7 +315,7 @@ def test_weights_and_losses_of_add_in_a_graph(weight: Any, value: Any, error: ty
         (lambda step: step * 0 - 1, True, tf.errors.InvalidArgumentError, "less than 1"),
     ],
 )
-def test_windows_of_no_micro_batches(steps: Any, in_graph: bool, error: type[Exception], message: str) -> None:
+def test_empty_windows(steps: Any, in_graph: bool, error: type[Exception], message: str) -> None:
     accumulator = make(accumulation_steps=steps)
     before = snapshot(accumulator)
     feed = tf.function(lambda: add(accumulator, make_batch())) if in_graph else lambda: add(accumulator, make_batch())
@@ -343,8 +343,10 @@ def slices(rows: list[int], width: int, num_rows: int | None = None) -> tf.Index
         (lambda: slices([-1, 2], 3, 7), False, "gradient 2 has the rows -1 to 2 but its variable 7 rows"),
     ],
 )
-def test_sparse_gradients_that_do_not_fit(last: Any, is_known_before: bool, message: str, in_graph: bool) -> None:
-    """Those before it in the list would be added already."""
+def test_sparse_gradients_that_do_not_fit_add_nothing(
+    last: Any, is_known_before: bool, message: str, in_graph: bool
+) -> None:
+    """The gradients before it in the list must not be added."""
     accumulator = make(accumulation_steps=2)
 
     def feed() -> None:
@@ -374,7 +376,7 @@ def test_sparse_gradients_that_do_not_fit(last: Any, is_known_before: bool, mess
     ],
 )
 def test_replicas_whose_axes_do_not_match(nums: list[tuple[int, int]], message: str, kind: str) -> None:
-    """As a distributed dataset may hand them over; a loss that broadcasts would take them without a word."""
+    """A distributed dataset may yield such batches, and a loss that broadcasts would accept them silently."""
     strategy = mirrored()
     with strategy.scope():
         accumulator = make()
@@ -400,7 +402,7 @@ def test_an_empty_batch_on_several_replicas() -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("bad_replica", [0, 1])
-def test_a_bad_weight_on_one_replica_adds_nothing_on_any(bad_replica: int, in_graph: bool) -> None:
+def test_bad_weight_on_one_replica_adds_nothing_on_all(bad_replica: int, in_graph: bool) -> None:
     strategy = mirrored()
     with strategy.scope():
         accumulator = make(None, accumulation_steps=2)
@@ -431,7 +433,7 @@ def test_a_bad_weight_on_one_replica_adds_nothing_on_any(bad_replica: int, in_gr
 
 
 @pytest.mark.compiled
-def test_step_inside_of_a_graph() -> None:
+def test_step_inside_a_graph() -> None:
     accumulator = make()
     before = snapshot(accumulator)
     with pytest.raises(OrderError, match=r"step\(\) is a graph by itself"):

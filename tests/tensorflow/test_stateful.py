@@ -1,7 +1,7 @@
-"""An accumulator called in whatever order: batches, windows, micro-batches, flushes, what is not finite, bad input.
+"""Calls in any order: batches, windows, micro-batches, flushes, non-finite gradients, bad input.
 
-A plain reference in NumPy and float64 goes along, and only learns from whole batches. Twelve examples, or as
-many as BIGBATCH_EXAMPLES says.
+A plain reference in NumPy and float64 trains on whole batches. hypothesis tries twelve examples, or
+BIGBATCH_EXAMPLES.
 """
 
 from typing import Any
@@ -48,7 +48,7 @@ def make_batch(seed: int, size: int) -> Batch:
 
 
 class Machine(RuleBasedStateMachine):
-    accumulator: Accumulator  # one for all examples, so that its graphs are made once
+    accumulator: Accumulator  # one for all examples, so that its graphs are traced once
 
     @staticmethod
     def mean(gradients: list[np.ndarray], weights: list[float]) -> np.ndarray:
@@ -153,7 +153,7 @@ class Machine(RuleBasedStateMachine):
 
 
 class MeanOfMeans(Machine):
-    """The negative control: a reference that divides by the number of micro-batches."""
+    """A negative control that divides by the number of micro-batches."""
 
     @staticmethod
     def mean(gradients: list[np.ndarray], weights: list[float]) -> np.ndarray:
@@ -173,6 +173,6 @@ def test_any_order_of_calls_is_right_or_refused() -> None:
 
 
 @pytest.mark.usefixtures("float64")
-def test_this_would_find_a_mean_of_means() -> None:
+def test_negative_control_mean_of_means() -> None:
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         run_state_machine_as_test(MeanOfMeans, settings=settings(few, phases=[Phase.generate]))

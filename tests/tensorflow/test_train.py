@@ -1,4 +1,4 @@
-"""The whole job over a stream of micro-batches."""
+"""Training over a stream of micro-batches with `train_with_accumulation`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +26,7 @@ def micro_batches(problem: Problem) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("problem", [DIGITS, TEXT, TERMS], ids=lambda problem: problem.name)
 @pytest.mark.usefixtures("float64")
 def test_history_and_weights_are_those_of_full_batch_training(problem: Problem) -> None:
-    """Two windows an epoch, the second one short."""
+    """Each epoch has two windows; the second one is short."""
     full = Run(problem, adam, epochs=3, clip_norm=0.5).full()
     model = make_model(problem)
     history = train_with_accumulation(
@@ -47,7 +47,7 @@ def test_history_and_weights_are_those_of_full_batch_training(problem: Problem) 
 
 
 def logged_by_full_batch(problem: Problem) -> list[float]:
-    """What full-batch training logs: the losses of all samples, or tokens, of an epoch over their number."""
+    """The losses that full-batch training logs: means over all samples or tokens of an epoch."""
     run = Run(problem, adam, clip_norm=0.5)
     weigh = make_weight(problem) or (lambda batch: len(batch["y"]))
     epochs = []
@@ -81,7 +81,7 @@ def test_a_dataset_can_be_iterated_again() -> None:
 
 @pytest.mark.usefixtures("float64")
 def test_batches_are_cut() -> None:
-    """50 samples in batches of 32 and 18, each in micro-batches of 5; data that can be of two kinds is refused."""
+    """50 samples in batches of 32 and 18, each in micro-batches of 5. Passing both options, or neither, is refused."""
     (batch,) = make_batches(Problem("digits", "samples", samples(50), 16))
     data = tf.data.Dataset.from_tensor_slices(batch).batch(32)
     model = make_model(DIGITS)
@@ -130,7 +130,7 @@ def test_a_generator_is_fine_for_one_epoch() -> None:
 
 
 class SpentInSecret:
-    """Looks as if it could be iterated again, but gives nothing the second time."""
+    """Can be iterated again, but yields nothing the second time."""
 
     def __init__(self) -> None:
         self._stream = iter(micro_batches(DIGITS))
@@ -139,7 +139,7 @@ class SpentInSecret:
         yield from self._stream
 
 
-def test_an_epoch_of_nothing_is_refused() -> None:
+def test_empty_epoch_is_refused() -> None:
     model = make_model(DIGITS)
     with pytest.raises(BatchError, match="0 micro-batches in epoch 2 of 3"):
         train_with_accumulation(model, SpentInSecret(), sgd(), make_loss(DIGITS), accumulation_steps=4, epochs=3)

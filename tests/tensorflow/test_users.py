@@ -1,7 +1,9 @@
 """Two users at once: the second is refused, the first is exact; a window of two models is never applied."""
 
+import gc
 import os
 import threading
+import weakref
 from typing import Any
 
 import keras
@@ -11,7 +13,6 @@ import tensorflow as tf
 
 from bigbatch import OrderError, Window
 from bigbatch.tensorflow import Accumulator
-from bigbatch.tensorflow import exclusive as users
 from bigbatch.tensorflow.sums import Sums
 from tests.tensorflow.test_accumulator import (
     add,
@@ -30,7 +31,7 @@ from tests.tensorflow.test_accumulator import (
 from tests.tensorflow.training import mirrored
 
 pytestmark = pytest.mark.usefixtures("float64")
-BUSY = "another thread, or another accumulator, is in the middle of a step"
+BUSY = r"was called while another thread is in a step of the same parameters: let one thread train them"
 CHANGED = r"changed by another step in the middle of a window of 1 micro-batches, .* was dropped: flush\(\) before"
 
 
@@ -158,7 +159,7 @@ def test_a_micro_batch_that_was_added_in_part_is_never_applied(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Sums, "counted", interrupted)
+        patch.setattr(Sums, "end", interrupted)
         with pytest.raises(KeyboardInterrupt):
             add(accumulator, pieces[num_before])
     if num_before:
@@ -235,28 +236,36 @@ def test_on_several_replicas() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 knows that there are threads
-def test_in_the_child_of_a_fork_nobody_is_busy() -> None:
-    """The registry alone: TensorFlow itself does not survive a fork."""
-    variable = make_model()
-    with users.alone([variable], [0]):
-        with pytest.raises(OrderError, match=BUSY), users.alone([variable], [0]):
-            pass
-        users._guard.acquire()  # as if another thread were just looking
-        child = os.fork()
-        if child == 0:
-            try:
-                with users.alone([variable], [0]):
-                    os._exit(7)
-            finally:
-                os._exit(1)
-        users._guard.release()
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+def test_in_the_child_of_a_fork_another_threads_call_is_over() -> None:
+    """The lock alone: TensorFlow itself does not survive a fork."""
+    exclusive = make(None)._exclusive
+    may_end = threading.Event()
+    has_begun = threading.Event()
+
+    def hold() -> None:
+        with exclusive.hold("step()", range(2)):
+            has_begun.set()
+            may_end.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert has_begun.wait(30)
+    with pytest.raises(OrderError, match=BUSY), exclusive.hold("step()", [1]):
+        pass
+    child = os.fork()
+    if child == 0:
+        try:
+            exclusive.recover()
+            with exclusive.hold("step()", range(2)):
+                os._exit(7)
+        finally:
+            os._exit(1)
+    may_end.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_what_is_known_of_a_variable_is_gone_with_it() -> None:
-    variable = tf.Variable(1.0)
-    users.changed([variable])
-    key = id(variable)
-    assert key in users._uses
-    del variable
-    assert key not in users._uses
+def test_the_lock_of_a_model_is_gone_with_its_accumulator() -> None:
+    exclusive = weakref.ref(make(None)._exclusive)
+    gc.collect()
+    assert exclusive() is None

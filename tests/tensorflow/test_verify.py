@@ -1,4 +1,4 @@
-"""The verdict on the user's own model: exact where it is, and why where it is not."""
+"""The verdict of `verify` on a user's model: exact, or why not."""
 
 import keras
 import numpy as np
@@ -31,11 +31,11 @@ def test_exact_in_float64_whatever_the_size(size):
     found = verify(classifier(), (X, Y), loss, size)
     assert found.is_exact, str(found)
     assert found.max_error <= 1e-12
-    assert bool(found.causes) == (size == 53)  # one micro-batch proves nothing, and that is said
+    assert bool(found.causes) == (size == 53)  # one micro-batch proves nothing, and the result says so
     assert len(found.errors) == 4
 
 
-def test_a_subclassed_model_is_compared_on_itself_and_put_back():
+def test_subclassed_model_is_compared_in_place_and_restored():
     class Own(keras.Model):
         def __init__(self):
             super().__init__()
@@ -63,7 +63,7 @@ def test_batch_normalization_is_named():
     assert "BatchNormalization in training mode (norm)" in only(found.causes)
 
 
-def test_dropout_is_switched_off_and_that_is_said():
+def test_dropout_is_switched_off_and_reported():
     model = classifier(keras.layers.Dropout(0.4, name="drop"))
     found = verify(model, (X, Y), loss, 16)
     assert found.is_exact, str(found)
@@ -71,7 +71,7 @@ def test_dropout_is_switched_off_and_that_is_said():
     assert model.layers[1].rate == 0.4
 
 
-def test_a_weight_that_disagrees_and_a_loss_that_couples_are_named():
+def test_wrong_weight_and_coupled_samples_are_named():
     found = verify(classifier(), (X, Y), loss, 16, weight=lambda batch: 1)
     assert "the weight disagrees with the loss's own mean" in only(found.causes)
     found = verify(classifier(), (X, Y), lambda model, batch: tf.math.reduce_variance(model(batch[0])), 16)
@@ -79,9 +79,9 @@ def test_a_weight_that_disagrees_and_a_loss_that_couples_are_named():
 
 
 @pytest.mark.parametrize("policy", ["float32", "bfloat16"])
-def test_the_precision_of_the_loss_is_that_of_the_comparison(policy: str) -> None:
+def test_comparison_uses_the_precision_of_the_loss(policy: str) -> None:
     class Own(keras.Model):
-        """Cannot be rebuilt in float64."""
+        """A model that cannot be rebuilt in float64."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""add() in a graph of the user's that XLA compiles, which neither prints nor checks."""
+"""add() in the user's own graph that XLA compiles, which neither prints nor raises."""
 
 from typing import Any
 
@@ -62,8 +62,8 @@ def test_windows_are_the_full_batch() -> None:
 
 
 @pytest.mark.parametrize("bad", ["weight", "gradient"])
-def test_what_is_bad_is_not_applied(bad: str) -> None:
-    """And the next window starts clean."""
+def test_bad_input_is_not_applied(bad: str) -> None:
+    """The next window starts clean."""
     accumulator, add = make()
     before = flat(accumulator.model)
     add(X[:5] * (np.inf if bad == "gradient" else 1), Y[:5], -5 if bad == "weight" else 5)

@@ -1,4 +1,4 @@
-"""Trains the shared problems in TensorFlow: with the plain full batch, and in every way bigbatch can be fed."""
+"""Trains the shared problems in TensorFlow, with the plain full batch and in all ways to feed bigbatch."""
 
 from collections.abc import Callable
 from functools import cache
@@ -31,7 +31,7 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
 
 @cache
 def mirrored() -> tf.distribute.Strategy:
-    """One for the whole process: the collectives of several get in each other's way (TensorFlow 2.21)."""
+    """One strategy for the whole process, because the collectives of several conflict (TensorFlow 2.21)."""
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
@@ -116,7 +116,7 @@ def cut(batch: Batch, size: int) -> list[Batch]:
 
 
 class Run:
-    """One training run: the variables before and after, and a loss per step."""
+    """One training run: the variables before and after, and the loss of each step."""
 
     def __init__(self, problem: Problem, make_optimizer: MakeOptimizer = sgd, epochs: int = 1, **options: Any) -> None:
         self.problem = problem
@@ -130,7 +130,7 @@ class Run:
         self.steps: list[Step] = []
 
     def again(self, problem: Problem, epochs: int) -> "Run":
-        """From the start, on another problem of the same kind, with the graphs that are there already."""
+        """Starts again on another problem of the same kind, with the existing graphs."""
         self.problem, self.epochs = problem, epochs
         for v, value in self._start:
             v.assign(value)
@@ -138,7 +138,7 @@ class Run:
         return self
 
     def full(self) -> "Run":
-        """The plain full batch, with nothing of ours."""
+        """Trains on the plain full batch, without bigbatch."""
         for batch in make_batches(self.problem) * self.epochs:
             loss, found = self._gradients(batch)
             self._step_plainly(found)
@@ -146,7 +146,7 @@ class Run:
         return self
 
     def naive(self) -> "Run":
-        """The loop that most people write: divided by the number of micro-batches."""
+        """Trains with the usual loop, which divides by the number of micro-batches."""
         for batch in make_batches(self.problem) * self.epochs:
             all_found = [self._gradients(micro_batch) for micro_batch in cut(batch, self.problem.micro_batch_size)]
             of_each = zip(*(found for loss, found in all_found if np.isfinite(loss)), strict=True)
@@ -188,7 +188,7 @@ class Run:
         return self._made
 
     def _gradients(self, batch: Batch, dense: bool = True) -> tuple[Any, list[Any]]:
-        """Dense, as a reference must be: Keras's optimizers are off on the repeated rows of sparse ones."""
+        """Dense gradients, because Keras's optimizers treat repeated rows of sparse ones differently."""
         with tf.GradientTape() as tape:
             loss = self.loss(self.model, batch)
             loss = tf.add_n(loss) if isinstance(loss, tuple) else loss
@@ -211,7 +211,7 @@ def flat(model: Any) -> np.ndarray:
 
 
 def update_error(run: Run, reference: Run) -> float:
-    """How far the update is from the reference's, relative to it."""
+    """The relative error of the update against that of the reference."""
     return float(np.linalg.norm(run.update - reference.update) / np.linalg.norm(reference.update))
 
 

@@ -1,6 +1,7 @@
-"""One worker of MultiWorkerMirroredStrategy: python -m tests.tensorflow.worker INDEX PORT PORT OUT.
+"""One worker of MultiWorkerMirroredStrategy: python -m tests.tensorflow.worker INDEX PORT PORT OUT [all].
 
-Every case trains on the batches that `test_multi_worker.py` gives to one process whole; OUT has the weights.
+Every case trains on the batches that `test_multi_worker.py` gives to one process whole; OUT has the weights. Without
+"all" graphs are not optimized, as in the quick run.
 """
 
 import json
@@ -17,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 strategy = tf.distribute.MultiWorkerMirroredStrategy()  # before anything else of TensorFlow's runs
+tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": "all" not in sys.argv})
 
 import keras
 

@@ -1,4 +1,4 @@
-"""Skips tests that need a GPU where there is none, with one line for all of them."""
+"""Skips tests that need a GPU if there is none, with one line for all of them."""
 
 import pytest
 import torch

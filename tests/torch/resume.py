@@ -1,7 +1,7 @@
 """A run that can be stopped in the middle of a window and continued by another process.
 
-python -m tests.torch.resume FIRST LAST STATE…: feeds the micro-batches FIRST to LAST of each run. A file STATE is named
-after the kind of its run; it is read unless FIRST is 0, and written.
+python -m tests.torch.resume FIRST LAST STATE…: feeds the micro-batches FIRST to LAST of each run. A file STATE has the
+name of its run. It is read first, unless FIRST is 0, and written at the end.
 """
 
 import sys
@@ -24,7 +24,7 @@ class Model(nn.Module):
         self.embed = nn.Embedding(20, 8, sparse=sparse)
         self.hidden = nn.Linear(8, 16)
         self.head = nn.Linear(16, 20)
-        if sparse:  # SparseAdam takes nothing else
+        if sparse:  # SparseAdam accepts nothing else
             self.hidden.requires_grad_(False)
             self.head.requires_grad_(False)
 

@@ -19,7 +19,7 @@ from .test_accumulator import loss, make_batch, make_model
 
 @pytest.fixture(autouse=True)
 def _anew() -> Iterator[None]:
-    """accelerate keeps its state for the whole process."""
+    """Resets accelerate, which keeps its state for the whole process."""
     yield
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
@@ -69,7 +69,7 @@ def test_with_one_step_everything_is_exact(is_inside: bool) -> None:
 
 @pytest.mark.parametrize("what", ["optimizer", "scheduler"])
 @pytest.mark.parametrize("call", ["batch", "window", "micro_batch", "flush"])
-def test_a_step_that_accelerate_would_hold_back_is_refused_and_nothing_is_lost(call: str, what: str) -> None:
+def test_step_inside_accumulate_is_refused_and_loses_nothing(call: str, what: str) -> None:
     accelerator, model, optimizer, scheduler = prepared(4)
     if what == "scheduler":
         optimizer = optimizer.optimizer
@@ -106,7 +106,7 @@ def test_a_step_that_accelerate_would_hold_back_is_refused_and_nothing_is_lost(c
     assert scheduler.get_last_lr() == [0.05]
 
 
-def test_a_scaler_of_its_own_is_refused() -> None:
+def test_optimizer_with_accelerates_scaler_is_refused() -> None:
     Accelerator(cpu=True)
     model = make_model().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""What a step is made of: order of calls, options, schedules, bad input. Nothing is changed by an error."""
+"""The parts of a step: order of calls, options, schedules, bad input. An error changes nothing."""
 
 import warnings
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def assert_untouched(accumulator: Accumulator, before: list[Tensor]) -> None:
 
 
 def assert_exact_step(accumulator: Accumulator) -> None:
-    """The next step is that of the full batch: nothing of what went wrong before is left."""
+    """Asserts that the next step is that of the full batch, so that nothing is left of an earlier error."""
     model = make_model()
     model.load_state_dict(accumulator.model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -79,7 +79,7 @@ def test_a_batch_smaller_than_the_micro_batch_just_runs() -> None:
     assert (step.num_micro_batches, step.micro_batch_size, step.weight) == (1, 11, 11)
 
 
-def test_the_step_says_what_it_did() -> None:
+def test_step_reports_what_it_did() -> None:
     accumulator = make()
     model = make_model()
     full = loss(model, make_batch())
@@ -112,7 +112,7 @@ def test_reduction_sum_adds_up() -> None:
 
 
 @pytest.mark.parametrize("one_at_a_time", [False, True])
-def test_weights_per_sample_are_added_up(one_at_a_time: bool) -> None:
+def test_weights_per_sample_are_summed(one_at_a_time: bool) -> None:
     x, y = make_batch()
     s = torch.linspace(0, 2, len(y), dtype=torch.float64)
 
@@ -136,7 +136,7 @@ def test_weights_per_sample_are_added_up(one_at_a_time: bool) -> None:
 
 @pytest.mark.parametrize("weights", [(1e-40, 3.0, 5.0), (5e-324, 1e300, 2e300), (1e-40, 1e300, 1e-40), (0, 1e50, 1e60)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_first_weight_that_is_next_to_nothing(dtype: torch.dtype, weights: tuple[float, ...]) -> None:
+def test_tiny_first_weight(dtype: torch.dtype, weights: tuple[float, ...]) -> None:
     model, full = make_model().to(dtype), make_model().to(dtype)
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=3)
     x, y = make_batch()
@@ -152,12 +152,12 @@ def test_a_first_weight_that_is_next_to_nothing(dtype: torch.dtype, weights: tup
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.bool, torch.int8])
-def test_weights_of_any_dtype_are_added_up(dtype: torch.dtype) -> None:
+def test_weights_of_any_dtype_are_summed(dtype: torch.dtype) -> None:
     assert make(weight=lambda batch: torch.ones(len(batch[1])).to(dtype)).step(make_batch()).weight == 11
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_in_low_precision_are_added_up_exactly(dtype: torch.dtype) -> None:
+def test_weights_in_low_precision_are_summed_exactly(dtype: torch.dtype) -> None:
     step = make(micro_batch_size=4000, weight=lambda batch: torch.ones(len(batch[1]), dtype=dtype) * 20).step(
         make_batch(7001)
     )
@@ -173,7 +173,7 @@ def test_a_loss_with_one_axis_of_one_is_a_scalar() -> None:
     assert step.loss == pytest.approx(make().step(make_batch()).loss)
 
 
-def test_a_total_weight_of_zero_changes_nothing_and_says_so() -> None:
+def test_total_weight_of_zero_changes_nothing_and_is_reported() -> None:
     for accumulator in (make(weight=lambda _: 0), make(weight=lambda _: torch.zeros(3), optimizer="AdamW")):
         before = snapshot(accumulator)
         step = accumulator.step(make_batch())
@@ -192,7 +192,7 @@ def test_a_total_weight_of_zero_changes_nothing_and_says_so() -> None:
     assert_exact_step(accumulator)
 
 
-def test_micro_batches_step_at_the_boundary_and_flush_steps_the_rest() -> None:
+def test_full_window_steps_and_flush_steps_the_rest() -> None:
     accumulator = make(accumulation_steps=2)
     seen = []
     for x, y in zip(*(t.split(4) for t in make_batch()), strict=True):
@@ -226,7 +226,7 @@ def test_a_schedule_counts_steps_not_micro_batches() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5**3
 
 
-def test_a_schedule_that_fails_does_not_undo_the_count_of_what_was_applied() -> None:
+def test_failing_schedule_keeps_the_count_of_applied_steps() -> None:
     accumulator = make()
     accumulator.scheduler = torch.optim.lr_scheduler.OneCycleLR(accumulator.optimizer, 0.1, total_steps=2)
     for _ in range(2):
@@ -238,7 +238,7 @@ def test_a_schedule_that_fails_does_not_undo_the_count_of_what_was_applied() -> 
     assert accumulator.num_steps == 3
 
 
-def test_several_parameter_groups_and_one_that_is_added_later() -> None:
+def test_parameter_groups_including_one_added_later() -> None:
     accumulator = make()
     first, last = accumulator.model[0], accumulator.model[2]
     optimizer = torch.optim.SGD([{"params": first.weight, "lr": 0.5}, {"params": [first.bias], "lr": 0.0}])
@@ -255,7 +255,7 @@ def test_several_parameter_groups_and_one_that_is_added_later() -> None:
 
 
 @pytest.mark.parametrize("way", ["norm", "value"])
-def test_clipping_is_of_the_finished_gradient(way: str) -> None:
+def test_clipping_acts_on_the_whole_gradient(way: str) -> None:
     limit = 0.05
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -272,18 +272,18 @@ def test_clipping_is_of_the_finished_gradient(way: str) -> None:
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-15)
 
 
-def test_reading_waits_and_making_does_not() -> None:
-    """The losses stay tensors until somebody reads them."""
+def test_losses_are_fetched_when_read() -> None:
+    """Until then they stay tensors."""
     step = make().step(make_batch())
     assert callable(step._terms)
     assert step.loss > 0
     assert not callable(step._terms)
 
 
-# --- gradients that were there before ----------------------------------------------------------------------
+# --- gradients that exist before a window ----------------------------------------------------------------------
 
 
-def test_gradients_of_somebody_else_are_refused_and_kept() -> None:
+def test_existing_gradients_are_refused_and_kept() -> None:
     accumulator = make()
     loss(accumulator.model, make_batch()).backward()
     before = snapshot(accumulator)
@@ -298,8 +298,8 @@ def test_gradients_of_somebody_else_are_refused_and_kept() -> None:
 
 
 @pytest.mark.parametrize("place", ["in the last block", "before flush"])
-def test_gradients_of_somebody_else_at_the_end_of_a_window_are_refused(place: str) -> None:
-    """They would be lost, or be applied to parameters that the window has no gradient of."""
+def test_existing_gradients_at_the_end_of_a_window_are_refused(place: str) -> None:
+    """They would be lost, or applied to parameters without a gradient in the window."""
     accumulator = make(accumulation_steps=2)
     model, before = accumulator.model, snapshot(accumulator)
 
@@ -333,8 +333,8 @@ def test_gradients_of_somebody_else_at_the_end_of_a_window_are_refused(place: st
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
-def test_a_first_weight_of_nothing_is_no_measure() -> None:
-    """The others are next to nothing beside 1, and their gradients would vanish in float32."""
+def test_first_weight_of_zero_is_not_the_reference() -> None:
+    """Compared with 1 the others are tiny, and their gradients would vanish in float32."""
     seen: list[float] = []
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -346,14 +346,14 @@ def test_a_first_weight_of_nothing_is_no_measure() -> None:
     assert seen == [pytest.approx(4e-11, rel=1e-6)]
 
 
-def test_zeroed_gradients_are_no_gradients() -> None:
+def test_zeroed_gradients_are_accepted() -> None:
     accumulator = make()
     loss(accumulator.model, make_batch()).backward()
     accumulator.optimizer.zero_grad(set_to_none=False)
     assert_exact_step(accumulator)
 
 
-def test_a_backward_of_somebody_else_between_micro_batches_is_refused_and_the_window_goes_on() -> None:
+def test_foreign_backward_between_micro_batches_is_refused_and_the_window_continues() -> None:
     accumulator = make(accumulation_steps=3)
     parts = list(zip(*(t.split(4) for t in make_batch()), strict=True))
 
@@ -375,7 +375,7 @@ def test_a_backward_of_somebody_else_between_micro_batches_is_refused_and_the_wi
         assert torch.allclose(ours, full, rtol=1e-12, atol=1e-15)
 
 
-# --- what goes wrong ---------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def raise_in_the_middle(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -482,7 +482,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         (lambda: make(accumulation_steps=2).micro_batch(weight=-3).__enter__(), WeightError, "-3"),
     ],
 )
-def test_calls_that_lack_something(call: Callable[[], Any], error: type[BigBatchError], message: str) -> None:
+def test_calls_that_lack_an_option(call: Callable[[], Any], error: type[BigBatchError], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
 
@@ -500,7 +500,7 @@ def test_step_in_an_open_window_is_refused() -> None:
     assert accumulator.flush().is_applied
 
 
-def test_other_terms_in_the_middle_of_a_window_are_refused() -> None:
+def test_another_number_of_terms_in_a_window_is_refused() -> None:
     accumulator = make(accumulation_steps=3)
     feed_once(accumulator)
     with pytest.raises(WeightError, match="2 weights, those before it in the window have 1"):
@@ -516,7 +516,7 @@ def test_a_block_without_backward_is_refused_and_does_not_count() -> None:
     assert accumulator.flush().weight == 11
 
 
-def test_an_error_before_backward_leaves_the_window_and_one_after_drops_it() -> None:
+def test_error_before_backward_keeps_the_window_and_after_it_drops_it() -> None:
     accumulator = make(accumulation_steps=3)
     before = snapshot(accumulator)
     feed_once(accumulator)
@@ -543,11 +543,11 @@ class FailsInBackward(torch.autograd.Function):
         raise RuntimeError("in the middle of backward")
 
 
-def test_a_backward_that_fails_halfway_leaves_nothing_behind() -> None:
+def test_failing_backward_leaves_no_gradients() -> None:
     def failing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         hidden = model[1](model[0](batch[0]))
         if len(batch[1]) < 4:
-            hidden = FailsInBackward.apply(hidden)  # the last layer has its gradient by then
+            hidden = FailsInBackward.apply(hidden)  # the last layer already has its gradient
         return F.cross_entropy(model[2](hidden), batch[1])
 
     accumulator = make(loss=failing, accumulation_steps=4)
@@ -562,7 +562,7 @@ def test_a_backward_that_fails_halfway_leaves_nothing_behind() -> None:
     assert_exact_step(accumulator)
 
 
-def test_a_backward_that_fails_drops_the_window_though_the_block_goes_on() -> None:
+def test_failing_backward_drops_the_window_even_if_caught() -> None:
     accumulator = make(accumulation_steps=3)
     before = snapshot(accumulator)
     feed_once(accumulator)
@@ -586,7 +586,7 @@ def test_backward_after_its_block_is_refused() -> None:
     assert accumulator.flush().weight == 11
 
 
-def test_what_is_raised_around_a_micro_batch_comes_before_it_is_added() -> None:
+def test_errors_around_a_micro_batch_are_raised_before_it_is_added() -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulator = Accumulator(model, optimizer, accumulation_steps=lambda step: [3][step])
@@ -607,7 +607,7 @@ def test_what_is_raised_around_a_micro_batch_comes_before_it_is_added() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("one_at_a_time", [False, True])
-def test_a_gradient_that_is_not_finite_is_kept_out_and_said(bad: float, one_at_a_time: bool) -> None:
+def test_nonfinite_gradient_is_not_applied_and_is_reported(bad: float, one_at_a_time: bool) -> None:
     accumulator = make(accumulation_steps=3, optimizer="SGD")
     accumulator.scheduler = torch.optim.lr_scheduler.LambdaLR(accumulator.optimizer, lambda step: 1.0)
     before = snapshot(accumulator)
@@ -627,8 +627,8 @@ def test_a_gradient_that_is_not_finite_is_kept_out_and_said(bad: float, one_at_a
     assert_exact_step(accumulator)
 
 
-def test_a_gradient_that_is_infinite_but_nowhere_nan_is_kept_out() -> None:
-    """Through most models an infinity becomes a NaN on its way; here it does not."""
+def test_infinite_gradient_without_nan_is_not_applied() -> None:
+    """In most models an infinity turns into NaN on its way; here it does not."""
     model = nn.Linear(1, 1, bias=False)
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=1.0), lambda m, b: m(b).mean(), 2)
     before = model.weight.detach().clone()
@@ -649,7 +649,7 @@ def test_a_gradient_too_large_to_square_is_still_finite(dtype: torch.dtype, size
     assert step.grad_norm == pytest.approx(size, rel=1e-6)
 
 
-def test_batch_norm_is_told_about_once() -> None:
+def test_batch_norm_warns_once() -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)).double()
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, 4)
     with pytest.warns(BigBatchWarning, match=r"1 BatchNorm layer in training mode \(1 first\)"):

@@ -1,4 +1,4 @@
-"""Bad input that torch itself would let pass, or name badly: one sentence, nothing changed, the next step exact."""
+"""Bad input that torch accepts or explains badly: one sentence, no change, and the next step is exact."""
 
 from collections.abc import Callable
 from typing import Any
@@ -111,12 +111,12 @@ def without_parameters() -> Accumulator:
         (lambda: Accumulator(make_model(), None, loss, 4), "optimizer is a NoneType: pass a torch.optim.Optimizer"),
     ],
 )
-def test_models_and_optimizers_that_cannot_be_trained(make_one: Callable[[], Any], message: str) -> None:
+def test_untrainable_models_and_optimizers_are_refused(make_one: Callable[[], Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         make_one()
 
 
-def test_an_optimizer_may_hold_parameters_of_the_loss_too() -> None:
+def test_optimizer_may_also_hold_parameters_of_the_loss() -> None:
     model, temperature = make_model(), nn.Parameter(torch.ones((), dtype=torch.float64))
     optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
 
@@ -145,7 +145,7 @@ GOOD = {"num_steps": 1, "scaler": None, "window": None}
         (GOOD | {"skipped": {"num_steps": "many"}}, "cannot be read .TypeError"),
     ],
 )
-def test_a_state_that_is_none_changes_nothing(state: Any, message: str) -> None:
+def test_invalid_state_changes_nothing(state: Any, message: str) -> None:
     accumulator = make()
     accumulator.step(make_batch())
     before = accumulator.state_dict()
@@ -156,7 +156,7 @@ def test_a_state_that_is_none_changes_nothing(state: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("damaged", [{}, {"scale": 4.0}, 3, {**GradScaler("cpu").state_dict(), "scale": "large"}])
-def test_a_scalers_state_that_is_none_changes_nothing(damaged: Any) -> None:
+def test_invalid_scaler_state_changes_nothing(damaged: Any) -> None:
     model = make_model().float()
     accumulator = Accumulator(model, sgd(model), loss, 4, scaler=GradScaler("cpu", init_scale=8))
     before = accumulator.state_dict()

@@ -57,7 +57,7 @@ def test_a_remainder_of_one_gets_a_second_sample(size: int, options: dict[str, A
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
-def test_where_one_sample_is_enough_batches_are_cut_as_always() -> None:
+def test_batches_are_cut_as_usual_if_one_sample_is_enough() -> None:
     frozen = make()
     frozen[1].eval()
     assert sizes_of(frozen, 7, 3) == [3, 3, 1]
@@ -70,7 +70,7 @@ def test_where_one_sample_is_enough_batches_are_cut_as_always() -> None:
     assert sizes_of(model, 7, 3) == [3, 2, 2]
 
 
-def test_what_cannot_be_cut_otherwise_is_said() -> None:
+def test_error_explains_a_batch_that_leaves_one_sample() -> None:
     for size, micro_batch_size in ((7, 2), (3, 1)):
         model = make()
         before = [p.clone() for p in model.parameters()]

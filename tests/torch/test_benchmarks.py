@@ -1,4 +1,4 @@
-"""Before contestants are timed, they must do the same."""
+"""Contestants are timed only if they make the same update."""
 
 import subprocess
 from pathlib import Path
@@ -41,7 +41,7 @@ def undivided(model: nn.Module, work: Work) -> Step:
     return step
 
 
-def test_all_are_measured_who_make_the_same_update() -> None:
+def test_contestants_with_the_same_update_are_measured() -> None:
     work = make_work()
     ways = {"full": full_batch, "hand": by_hand, "bigbatch": bigbatch_batch}
     found = Comparison({name: (make, work) for name, make in ways.items()}, "hand", rounds=3, warmup=1, steps=2).run()
@@ -51,7 +51,7 @@ def test_all_are_measured_who_make_the_same_update() -> None:
     assert Found.of(found.as_json() | {"about": "more"}) == found
 
 
-def test_who_makes_another_is_not_timed() -> None:
+def test_contestant_with_another_update_is_not_timed() -> None:
     work = make_work()
     entries = {"hand": (by_hand, work), "undivided": (undivided, work)}
     found = Comparison(entries, "hand", rounds=2, warmup=0, has_peaks=False).run()
@@ -72,7 +72,7 @@ def test_a_peer_that_is_not_installed_is_left_out() -> None:
     assert found.times.keys() == {"hand"}
 
 
-def test_the_fixed_cost_of_a_step_is_no_part_of_a_further_micro_batch() -> None:
+def test_cost_of_a_further_micro_batch_excludes_the_fixed_cost() -> None:
     times = {num: [1.0 + 0.5 * num] * 3 for num in (2, 4, 8)}
     growth = Growth("model", "way", times, {2: 100, 4: 100, 8: 101})
     assert growth.further == {4: 0.5, 8: 0.5}
@@ -80,7 +80,7 @@ def test_the_fixed_cost_of_a_step_is_no_part_of_a_further_micro_batch() -> None:
     assert abs(spread(growth.peaks.values()) - 0.01) < 1e-12
 
 
-def test_a_changed_benchmark_is_no_commit_but_a_written_table_is(
+def test_commit_notes_a_changed_benchmark_but_not_a_written_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def git(*arguments: str) -> None:

@@ -1,4 +1,4 @@
-"""What can be said of capturing without a GPU."""
+"""Capture, as far as it can be tested without a GPU."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_a_model_on_the_cpu_is_refused() -> None:
         make(capture=True)
 
 
-def test_auto_goes_on_without() -> None:
+def test_auto_continues_without_capture() -> None:
     assert make(capture="auto").step(torch.ones(5, 3)).is_applied
 
 
@@ -30,8 +30,8 @@ def test_other_values_are_refused(value: object) -> None:
         make(capture=value)
 
 
-def test_a_learning_rate_on_the_host_is_read_as_a_number() -> None:
-    """A recorded step has it as a number, too."""
+def test_learning_rate_tensor_on_the_host_is_read_as_a_number() -> None:
+    """A recorded step uses it as a number too."""
     rate = torch.tensor(0.1)
     optimizer = torch.optim.AdamW(nn.Linear(3, 1).parameters(), lr=rate, capturable=True)
     captured = CapturedOptimizer(optimizer, torch.device("cuda", 0), lambda: None)
@@ -54,7 +54,7 @@ def test_which_optimizers_can_be_recorded(options: dict[str, bool], is_captured:
     assert optimizer.param_groups[0] == before
 
 
-def test_an_error_that_only_the_rehearsal_has_is_told_with_its_line() -> None:
+def test_error_in_the_rehearsal_names_its_line() -> None:
     def bad() -> None:
         raise RuntimeError("not like this\nand more")  # this line
 

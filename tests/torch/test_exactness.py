@@ -1,4 +1,4 @@
-"""The product: the update of the whole batch, whatever the sizes, in every way of feeding it."""
+"""The update is that of the whole batch, for all sizes and all ways of feeding it."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_negative_control_the_naive_loop_fails_where_weights_differ(problem: Pro
         assert error < 1e-12
 
 
-def test_the_clipped_case_is_really_clipped() -> None:
+def test_the_clipped_case_is_clipped() -> None:
     clipped = next(p for p in problems() if p.clip_norm)
     step = Run(clipped).accumulated("batch").steps[0]
     assert step.grad_norm > 2 * clipped.clip_norm

@@ -1,4 +1,4 @@
-"""What a recorded pass was recorded with: a change is seen, and what is no change is not."""
+"""The fingerprint of a recorded pass: it detects every change, and reports nothing else."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SETTINGS = {"factor": 1.0}
 ARGUMENTS = Namespace(factor=1.0)
 FACTOR = 1.0
 mean = 1.0
-"""A number that the loss does not read: it only names an attribute like it."""
+"""The loss does not read this number; it only uses an attribute of the same name."""
 
 
 class Net(nn.Module):
@@ -75,7 +75,7 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_seen(name: str) -> None:
+def test_changes_are_detected(name: str) -> None:
     model = Net()
     before = fingerprint(model, loss)
     assert fingerprint(model, loss) == before
@@ -83,7 +83,7 @@ def test_a_change_is_seen(name: str) -> None:
     assert fingerprint(model, loss) != before
 
 
-def test_one_hook_in_place_of_another_is_seen() -> None:
+def test_replaced_hook_is_detected() -> None:
     model = Net()
     handle = model.layer.register_forward_hook(lambda *_: None)
     before = fingerprint(model, loss)
@@ -92,7 +92,7 @@ def test_one_hook_in_place_of_another_is_seen() -> None:
     assert fingerprint(model, loss) != before
 
 
-def test_what_is_no_change_is_not_seen() -> None:
+def test_no_change_is_not_reported() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = fingerprint(model, loss)
@@ -104,7 +104,7 @@ def test_what_is_no_change_is_not_seen() -> None:
     assert fingerprint(model, loss) == before
 
 
-def test_a_tensor_that_each_pass_makes_for_itself_is_no_change() -> None:
+def test_new_tensor_in_each_pass_is_not_a_change() -> None:
     class Keeps(Net):
         def forward(self, x: Tensor) -> Tensor:
             self.auxiliary = self.layer(x).square().mean()
@@ -149,7 +149,7 @@ class Slotted:
         return model(x).mean() * self.factor
 
 
-def test_a_method_is_seen_by_what_it_uses() -> None:
+def test_method_is_compared_by_the_attributes_it_uses() -> None:
     model, trainer = Net(), Trainer()
     before = fingerprint(model, trainer.loss)
     trainer.trained()
@@ -171,14 +171,14 @@ def test_callable_objects_and_partial_functions() -> None:
     assert fingerprint(model, weighted) != before[1]
 
 
-def test_modules_that_the_loss_brings_along_are_found() -> None:
+def test_modules_of_the_loss_are_found() -> None:
     model, trainer, criterion = Net(), Trainer(), nn.Sequential(nn.Linear(2, 2))
     assert trainer.criterion in modules_of(model, trainer.loss)
     assert criterion[0] in modules_of(model, lambda model, x: criterion(model(x)).mean())
     assert modules_of(model, loss) == list(model.modules())
 
 
-def test_where_in_a_window_ddp_is_does_not_matter(tmp_path: Path) -> None:
+def test_state_of_ddp_within_a_window_is_ignored(tmp_path: Path) -> None:
     with alone(tmp_path):
         model = Net()
         shared = nn.parallel.DistributedDataParallel(model)
@@ -194,7 +194,7 @@ def test_where_in_a_window_ddp_is_does_not_matter(tmp_path: Path) -> None:
         assert fingerprint(model, closing) != before
 
 
-def test_a_model_of_many_parts_is_looked_into() -> None:
+def test_model_with_many_modules_is_inspected() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100)))
     before = fingerprint(model, loss)
     assert fingerprint(model, loss) == before

@@ -1,4 +1,4 @@
-"""What only a GPU can show: no waiting within a window, memory counted by the device, real float16."""
+"""Tests that need a GPU: no waiting within a window, memory as the device counts it, real float16."""
 
 import pytest
 import torch
@@ -60,8 +60,8 @@ def test_the_update_is_that_of_the_full_batch_in_float64(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["batch", "window", "micro_batch"])
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
-@pytest.mark.filterwarnings("ignore")  # torch warns of each wait, which is what is counted
-def test_waiting_for_the_device_does_not_grow_with_the_number_of_micro_batches(way: str, precision: str | None) -> None:
+@pytest.mark.filterwarnings("ignore")  # torch warns about each wait; the warnings are counted
+def test_number_of_waits_does_not_grow_with_micro_batches(way: str, precision: str | None) -> None:
     def waits(num: int) -> int:
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -76,7 +76,7 @@ def test_waiting_for_the_device_does_not_grow_with_the_number_of_micro_batches(w
                 torch.cuda.set_sync_debug_mode("default")
         return sum("synchronizing" in str(warning.message) for warning in caught)
 
-    waits(2)  # the first time has its own
+    waits(2)  # the first call waits once more
     assert waits(2) == waits(32) <= 6
 
 
@@ -128,7 +128,7 @@ def test_verify_replays_dropout_and_leaves_the_random_state() -> None:
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
-# --- a fused optimizer leaves a step out by itself, so the host need not wait -----------------------------
+# --- a fused optimizer skips a step by itself, so the host need not wait ----------------------------------
 
 
 def fused(model: nn.Module) -> torch.optim.Optimizer:
@@ -138,7 +138,7 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("capture", [True, False])
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nothing_at_all_is_waited_for(capture: bool, clip_norm: float | None) -> None:
+def test_host_never_waits(capture: bool, clip_norm: float | None) -> None:
     full, ours = make_model(torch.float64), make_model(torch.float64)
     optimizer = fused(full)
     accumulator = Accumulator(ours, fused(ours), loss, 8, capture=capture, clip_norm=clip_norm)
@@ -162,7 +162,7 @@ def test_nothing_at_all_is_waited_for(capture: bool, clip_norm: float | None) ->
 
 @pytest.mark.parametrize("capture", [True, False])
 @pytest.mark.parametrize("capturable", [True, False])
-def test_the_device_leaves_out_a_step_that_is_not_finite(capture: bool, capturable: bool) -> None:
+def test_device_skips_a_nonfinite_step(capture: bool, capturable: bool) -> None:
     def trained(has_bad: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=capturable)
@@ -182,7 +182,7 @@ def test_the_device_leaves_out_a_step_that_is_not_finite(capture: bool, capturab
 
 
 @pytest.mark.parametrize("capture", [True, False])
-def test_momentum_is_not_made_of_a_step_that_is_left_out(capture: bool) -> None:
+def test_skipped_step_does_not_enter_the_momentum(capture: bool) -> None:
     bad = (torch.full_like(data()[0], torch.inf), data()[1])
     models = [make_model(), make_model()]
     for model, has_bad in zip(models, (True, False), strict=True):
@@ -198,7 +198,7 @@ def test_momentum_is_not_made_of_a_step_that_is_left_out(capture: bool) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than 2 GPUs: torch.cuda.device_count()")
-def test_a_model_that_is_not_on_the_current_device() -> None:
+def test_model_on_another_than_the_current_device() -> None:
     models = [make_model().to(device) for device in ("cuda:0", "cuda:1")]
     steps = []
     for model in models:
@@ -208,7 +208,7 @@ def test_a_model_that_is_not_on_the_current_device() -> None:
     assert steps[1] == pytest.approx(steps[0], rel=1e-4)
 
 
-def test_a_step_that_was_left_out_is_told_with_the_next_one() -> None:
+def test_skipped_step_is_reported_with_the_next_one() -> None:
     model = make_model()
     accumulator = Accumulator(model, fused(model), loss, 8)
     accumulator.step((torch.full_like(data()[0], torch.inf), data()[1]))

@@ -1,4 +1,4 @@
-"""Captured passes: the same numbers, or a sentence."""
+"""Captured passes give the same numbers, or an error that says why not."""
 
 import random
 import re
@@ -95,11 +95,11 @@ def test_negative_control_the_naive_loop(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
-def test_mixed_precision_is_that_of_the_eager_pass(precision: str | None) -> None:
+def test_mixed_precision_matches_the_eager_pass(precision: str | None) -> None:
     side_by_side(precision=precision)
 
 
-def test_dropout_draws_anew_and_as_the_eager_pass_does() -> None:
+def test_dropout_draws_the_masks_of_the_eager_pass() -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.5), nn.GELU(), nn.Linear(128, 10)).cuda()
@@ -171,12 +171,12 @@ def test_a_schedule_moves_a_captured_optimizer(place: str | None) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
-def test_an_optimizer_that_cannot_be_captured_runs_as_it_is(kind: Any) -> None:
+def test_uncapturable_optimizer_runs_eagerly(kind: Any) -> None:
     _, ours = side_by_side(optimizer=lambda m: kind(m.parameters(), lr=1e-2), steps=6)
     assert ours._update.captured_optimizer._graph is None
 
 
-def test_a_restored_optimizer_is_read_anew() -> None:
+def test_restored_optimizer_is_recorded_again() -> None:
     def again(model: nn.Module, step: int) -> None:
         if step == 6:
             own = optimizers[-1]
@@ -227,7 +227,7 @@ def test_parameters_without_a_gradient_keep_none() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*BatchNorm")
-def test_running_statistics_move_once_a_pass() -> None:
+def test_running_statistics_change_once_per_pass() -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Linear(32, 10)).cuda()
@@ -237,7 +237,7 @@ def test_running_statistics_move_once_a_pass() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_buffers_of_the_loss_move_once_a_pass() -> None:
+def test_buffers_of_the_loss_change_once_per_pass() -> None:
     class Centred(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -263,7 +263,7 @@ def test_buffers_of_the_loss_move_once_a_pass() -> None:
     assert num_replays(made[1][0]) > 0
 
 
-def test_a_loss_that_wants_the_gradient_of_its_input() -> None:
+def test_loss_that_needs_the_gradient_of_its_input() -> None:
     def penalised(model: nn.Module, batch: Batch) -> Tensor:
         output = model(batch[0].requires_grad_())
         (slope,) = torch.autograd.grad(output.sum(), batch[0], create_graph=True)
@@ -321,7 +321,7 @@ def add_hook(model: nn.Module, step: int) -> None:
 
 
 def add_hooks_of_parameters(model: nn.Module, step: int) -> None:
-    """They are not recorded: the accumulator runs them, once a step."""
+    """They are not recorded: the accumulator runs them once per step."""
     if step == 5:
         for p in model.parameters():
             p.register_hook(lambda g: g.clamp(-0.01, 0.01))
@@ -329,7 +329,7 @@ def add_hooks_of_parameters(model: nn.Module, step: int) -> None:
 
 
 @pytest.mark.parametrize("change", [drop_out, freeze, evaluate, move, add_hook, add_hooks_of_parameters])
-def test_what_changes_between_windows_is_seen(change: Callable[[nn.Module, int], None]) -> None:
+def test_changes_between_windows_are_detected(change: Callable[[nn.Module, int], None]) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.5), nn.GELU(), nn.Linear(128, 10)).cuda()
@@ -337,7 +337,7 @@ def test_what_changes_between_windows_is_seen(change: Callable[[nn.Module, int],
     side_by_side(make, steps=10, between=change)
 
 
-def test_a_value_that_the_loss_closes_over_is_seen() -> None:
+def test_changed_closure_value_is_detected() -> None:
     factor = 1.0
 
     def scaled(model: nn.Module, batch: Batch) -> Tensor:
@@ -350,7 +350,7 @@ def test_a_value_that_the_loss_closes_over_is_seen() -> None:
     side_by_side(loss=scaled, steps=10, between=change)
 
 
-def test_what_changes_before_every_window_is_told() -> None:
+def test_changes_before_every_window_warn() -> None:
     factor = 1.0
 
     def scaled(model: nn.Module, batch: Batch) -> Tensor:
@@ -363,7 +363,7 @@ def test_what_changes_before_every_window_is_told() -> None:
             accumulator.step(data())
 
 
-def test_a_plain_value_in_the_batch_is_seen() -> None:
+def test_changed_plain_value_in_the_batch_is_detected() -> None:
     def of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
         return batch["factor"] * F.cross_entropy(model(batch["x"]), batch["y"])
 
@@ -374,7 +374,7 @@ def test_a_plain_value_in_the_batch_is_seen() -> None:
     side_by_side(loss=of, batches=batches, steps=8)
 
 
-def test_a_number_without_axes_in_the_batch_is_read_each_time() -> None:
+def test_0_dim_tensor_in_the_batch_is_read_each_time() -> None:
     def of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
         return batch["factor"] * F.cross_entropy(model(batch["x"]), batch["y"])
 
@@ -407,7 +407,7 @@ UNCAPTURABLE = [reads_the_loss, drops_samples, synchronizes]
 
 
 @pytest.mark.parametrize("bad", UNCAPTURABLE)
-def test_the_line_is_told_and_nothing_is_changed(bad: Any) -> None:
+def test_error_names_the_line_and_changes_nothing(bad: Any) -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.3), nn.Linear(128, 10)).cuda()
     accumulator = captured(model, bad)
     before = flat(model)
@@ -428,7 +428,7 @@ def test_the_line_is_told_and_nothing_is_changed(bad: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", UNCAPTURABLE)
-def test_auto_goes_on_eagerly(bad: Any) -> None:
+def test_auto_continues_eagerly(bad: Any) -> None:
     full = make_model(torch.float64)
     ours = make_model(torch.float64)
     accumulator = captured(ours, bad, capture="auto", weight=None if bad is not drops_samples else kept)
@@ -474,14 +474,14 @@ def test_gradients_outside_of_the_optimizer_are_refused() -> None:
         accumulator.step(data(48))
 
 
-def test_something_of_another_kind_in_the_batch_is_refused() -> None:
+def test_unsupported_value_in_the_batch_is_refused() -> None:
     accumulator = captured(make_model(), lambda m, b: loss(m, (b["x"], b["y"])))
     x, y = data(48)
     with pytest.raises(CaptureError, match=r"micro_batch\['note'\] is a object"):
         accumulator.step({"x": x, "y": y, "note": object()})
 
 
-def test_a_loss_that_depends_on_something_hidden_is_found_out() -> None:
+def test_hidden_dependence_of_the_loss_is_detected() -> None:
     calls = iter(range(10**6))
 
     def hidden(model: nn.Module, batch: Batch) -> Tensor:
@@ -493,7 +493,7 @@ def test_a_loss_that_depends_on_something_hidden_is_found_out() -> None:
 
 
 class Counts(nn.Module):
-    """Depends a little on how often it was called, which only Python knows."""
+    """Depends a little on the number of calls, which only Python knows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -529,7 +529,7 @@ def test_a_model_that_changes_in_every_pass_is_not_captured(kind: Any) -> None:
             assert eager.step(data(53)).loss == ours.step(data(53)).loss
     same(ours.model, eager.model)
     assert num_replays(ours) == 0
-    if kind is Counts:  # a new tensor may lie where the old one lay, which is only seen within a window
+    if kind is Counts:  # a new tensor may have the address of the old one, so a change is visible only within a window
         assert any("has changed before each of 8 windows" in str(warning.message) for warning in told)
 
 
@@ -547,8 +547,8 @@ def test_parameters_that_a_pass_moves_are_refused() -> None:
         accumulator.step(data(53))
 
 
-def test_what_only_a_captured_pass_cannot_do_is_told() -> None:
-    """Checkpoints of the old kind know no `torch.autograd.grad`."""
+def test_error_that_only_capture_raises_is_reported() -> None:
+    """Reentrant checkpoints do not support `torch.autograd.grad`."""
 
     def checkpointed(model: nn.Module, batch: Batch) -> Tensor:
         output = checkpoint(model, batch[0].requires_grad_(), use_reentrant=True, preserve_rng_state=False)
@@ -564,20 +564,20 @@ def test_what_only_a_captured_pass_cannot_do_is_told() -> None:
     same(ours, eager, 1e-6)
 
 
-def test_many_shapes_are_told() -> None:
+def test_many_shapes_warn() -> None:
     accumulator = captured(make_model(), size=64)
     with pytest.warns(BigBatchWarning, match="more than 32 shapes"):
         for size in range(1, 40):
             accumulator.step(data(size))
 
 
-def test_a_loop_of_the_users_own_is_refused() -> None:
+def test_micro_batch_is_refused() -> None:
     accumulator = captured(make_model(), accumulation_steps=2)
-    with pytest.raises(OptionError, match="a loop of yours"), accumulator.micro_batch(weight=4):
+    with pytest.raises(OptionError, match="your own loop"), accumulator.micro_batch(weight=4):
         pass
 
 
-def test_a_loss_that_somebody_keeps_does_not_stand_in_the_way() -> None:
+def test_keeping_the_loss_does_not_prevent_capture() -> None:
     model = make_model()
     kept = loss(model, data(8))
     for _ in range(3):
@@ -635,7 +635,7 @@ def test_memory_is_flat_and_that_of_a_micro_batch() -> None:
     assert peak(64) <= peak(2) + 2 * micro_batch.nbytes
 
 
-def test_nothing_is_waited_for_within_a_captured_window() -> None:
+def test_host_does_not_wait_within_a_captured_window() -> None:
     def waits(num: int) -> int:
         accumulator = captured(make_model(), size=4, weight=count)
         batch = data(4 * num)

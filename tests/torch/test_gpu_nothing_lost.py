@@ -1,4 +1,4 @@
-"""Interruptions, bad numbers and checkpoints on a GPU."""
+"""Interruptions, non-finite gradients and checkpoints on a GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def interrupt_after(accumulator: Any, num: int) -> None:
 
 
 @pytest.mark.parametrize("capture", [False, True])
-def test_a_step_that_is_interrupted_anywhere(capture: bool) -> None:
+def test_step_interrupted_anywhere_continues(capture: bool) -> None:
     whole, broken = made(capture=capture), made(capture=capture)
     for number in range(7):
         expected = whole.step(data(53))
@@ -58,7 +58,7 @@ def test_a_step_that_is_interrupted_anywhere(capture: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:step . was skipped")
 @pytest.mark.parametrize("capture", [False, True])
-def test_too_many_skipped_steps_where_nobody_waits(capture: bool) -> None:
+def test_too_many_skipped_steps_without_waiting(capture: bool) -> None:
     whole, ours = made(capture=capture), made(capture=capture, max_skipped=3)
     bad = tuple(part.clone() for part in data(53))
     bad[0][0] = torch.nan
@@ -74,7 +74,7 @@ def test_too_many_skipped_steps_where_nobody_waits(capture: bool) -> None:
 
 
 @pytest.mark.parametrize("on_nonfinite", ["raise", "stop"])
-def test_bad_numbers_are_told_at_once(on_nonfinite: Any) -> None:
+def test_nonfinite_gradients_are_reported_at_once(on_nonfinite: Any) -> None:
     ours = made(on_nonfinite=on_nonfinite)
     before = [p.detach().clone() for p in ours.model.parameters()]
     bad = tuple(part.clone() for part in data(53))
@@ -88,7 +88,7 @@ def test_bad_numbers_are_told_at_once(on_nonfinite: Any) -> None:
     assert all(torch.equal(*pair) for pair in zip(before, ours.model.parameters(), strict=True))
 
 
-def test_weights_on_the_device_that_are_negative() -> None:
+def test_negative_weights_on_the_device() -> None:
     ours = made(weight=lambda batch: torch.full((len(batch[1]),), -1.0, device="cuda"))
     before = [p.detach().clone() for p in ours.model.parameters()]
     with pytest.raises(WeightError):
@@ -97,7 +97,7 @@ def test_weights_on_the_device_that_are_negative() -> None:
 
 
 @pytest.mark.parametrize("capture", [False, True])
-def test_parameters_that_another_accumulator_moves(capture: bool) -> None:
+def test_parameters_changed_by_another_accumulator(capture: bool) -> None:
     torch.manual_seed(0)
     model = make_model()
     fed = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2)
@@ -117,7 +117,7 @@ class Dropped(nn.Sequential):
 
 
 @pytest.mark.parametrize("stop", [1, 4, 7])
-def test_a_loop_that_goes_on(stop: int, tmp_path: Path) -> None:
+def test_loop_resumes(stop: int, tmp_path: Path) -> None:
     def run(folder: Path, stop: int | None = None) -> nn.Module:
         torch.manual_seed(0)
         model = Dropped().cuda()

@@ -1,4 +1,4 @@
-"""One rank with a GPU: the ways of NCCL, and what only a device can show of them."""
+"""One rank with a GPU and NCCL, as far as only a device can show it."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,8 +62,8 @@ def test_the_update_is_that_of_the_full_batch_in_float64(
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nothing_is_waited_for_within_a_window() -> None:
-    """But for the end of a step, the host never waits for the device."""
+def test_host_does_not_wait_within_a_window() -> None:
+    """The host waits for the device only at the end of a step."""
     if "nccl" not in dist.get_backend_config():
         pytest.skip("gloo brings what is on a GPU to the host")
     model = ddp(make_model())

@@ -1,4 +1,4 @@
-"""A batch on the host: brought to the device in parts, while the part before computes."""
+"""A batch on the host is copied to the device part by part, while the previous part computes."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def trained(batches: list[Any], loss: Any = loss, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("is_pinned", [True, False])
 @pytest.mark.parametrize("capture", [True, False])
-def test_the_same_as_from_the_device(is_pinned: bool, capture: bool) -> None:
+def test_same_result_as_from_the_device(is_pinned: bool, capture: bool) -> None:
     batches = [data(size, torch.float64) for size in (53, 7, 64, 53, 53, 53)]
     expected = trained(batches)
     found = trained([on_host(batch, is_pinned=is_pinned) for batch in batches], capture=capture)
@@ -54,7 +54,7 @@ def test_windows_and_nests() -> None:
     assert torch.equal(trained([nested(on_host(batch))] * 3, of, **weight), expected)
 
 
-def test_what_is_placed_by_hand_stays() -> None:
+def test_tensors_already_on_the_device_stay() -> None:
     def of(model: nn.Module, batch: Batch) -> Tensor:
         assert batch[0].is_cuda
         assert batch[1].is_cpu
@@ -78,7 +78,7 @@ def test_the_order_of_axes_is_kept() -> None:
 
 
 @pytest.mark.parametrize("capture", [True, False])
-def test_the_device_holds_two_micro_batches_of_it(capture: bool) -> None:
+def test_device_holds_two_micro_batches(capture: bool) -> None:
     model = nn.Linear(64, 1).cuda()
     accumulator = Accumulator(
         model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).mean(), 1024, capture=capture
@@ -112,7 +112,7 @@ def test_an_error_in_the_middle_leaves_no_copy_behind() -> None:
 
 
 def test_pinned_memory_may_be_written_to_once_the_step_returns() -> None:
-    """Even where the step is not waited for: the copies are."""
+    """The step waits for its copies, even if the host does not wait for the step."""
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)), nn.Linear(2048, 1)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     accumulator = Accumulator(model, optimizer, lambda m, x: m(x).mean() * 0 + x.mean(), 1024)
@@ -133,7 +133,7 @@ def test_expanded_and_strided_tensors() -> None:
         assert torch.equal(trained([(host, y.cpu())] * 3), trained([(host.cuda(), y)] * 3))
 
 
-def test_a_window_of_which_a_part_is_on_the_device() -> None:
+def test_window_partly_on_the_device() -> None:
     def of(model: nn.Module, batch: Batch) -> Tensor:
         return loss(model, (batch[0].cuda(), batch[1].cuda()))
 

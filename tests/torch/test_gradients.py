@@ -11,7 +11,7 @@ from torch._functorch import config as functorch
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch import OptionError, Window
-from bigbatch.torch import Accumulator, gradients
+from bigbatch.torch import Accumulator
 
 WAYS = ("batch", "micro_batch")
 Batch = tuple[Tensor, Tensor]
@@ -35,7 +35,7 @@ def train(
     way: str,
     **options: Any,
 ) -> nn.Module:
-    """Three steps: the full batch plainly, or cut into micro-batches of 3 in one of our ways."""
+    """Three steps with the plain full batch, or in micro-batches of 3, fed in one of the ways."""
     torch.manual_seed(0)
     model = make_model()
     optimizer = make_optimizer(model)
@@ -70,7 +70,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Branches(nn.Module):
-    """One layer is frozen, one is never used, one only if a sample asks for it."""
+    """One layer is frozen, one is never used, and one is used only by some samples."""
 
     def __init__(self, threshold: float) -> None:
         super().__init__()
@@ -89,10 +89,8 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make_optimizer", [adamw, momentum])
 @pytest.mark.parametrize("threshold", [0.8, 100.0])
-def test_parameters_without_gradient_stay_where_the_full_batch_leaves_them(
-    way: str, make_optimizer: Any, threshold: float
-) -> None:
-    assert 0 < (data()[0][:, 0] > 0.8).sum() < 4  # so that some micro-batches ask and some do not
+def test_parameters_without_gradient_match_the_full_batch(way: str, make_optimizer: Any, threshold: float) -> None:
+    assert 0 < (data()[0][:, 0] > 0.8).sum() < 4  # so that only some micro-batches use it
     full, ours = (train(lambda: Branches(threshold), make_optimizer, mse, data(), w) for w in ("full", way))
     assert_same(ours, full)
     torch.manual_seed(0)
@@ -118,7 +116,7 @@ def tokens() -> Batch:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", ["SparseAdam", "SGD", "Adagrad"])
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad makes them unchecked
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad creates them without checks
 def test_sparse_gradients_stay_sparse(way: str, optimizer: str) -> None:
     seen = []
 
@@ -136,7 +134,7 @@ def test_sparse_gradients_stay_sparse(way: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sparse_gradients_are_clipped_by_their_summed_rows(way: str) -> None:
-    """Entries of the same row add up before they are measured, as in the dense gradient."""
+    """Entries of the same row are summed before the norm is taken, as in the dense gradient."""
     torch.manual_seed(0)
     dense = nn.Embedding(9, 4, dtype=torch.float64)
     ids, target = tokens()
@@ -247,7 +245,7 @@ def test_a_compiled_model(way: str) -> None:
     assert_same(ours, full)
 
 
-def test_parameters_of_the_loss_itself_are_trained_too() -> None:
+def test_parameters_of_the_loss_are_trained_too() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -285,7 +283,7 @@ def micro_gradients(model: nn.Module, micro_batches: list[Batch]) -> list[Tensor
 
 
 def accumulation_errors(dtype: torch.dtype, num: int = 64, by_hook: bool = False) -> dict[str, float]:
-    """How far the gradient that reaches the optimizer is from adding up in float32: ours, and plain .grad."""
+    """The error of the gradient that reaches the optimizer against float32 sums: ours, and plain .grad."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4)).to(dtype)
     x, y = data(4 * num, dtype)
@@ -311,15 +309,8 @@ def test_low_precision_parameters_accumulate_in_float32(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("make_optimizer", [adamw, momentum])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("has_grad_dtype", [True, False])
-def test_low_precision_is_rounded_once(
-    way: str, make_optimizer: Any, has_grad_dtype: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An optimizer that wants gradients like its parameters gets the float32 sum, rounded once. Older versions
-    of torch have no grad_dtype; the way taken there gives the same, bit for bit."""
-    if not gradients.HAS_GRAD_DTYPE and has_grad_dtype:
-        pytest.skip(f"torch {torch.__version__} has no grad_dtype")
-    monkeypatch.setattr(gradients, "HAS_GRAD_DTYPE", has_grad_dtype)
+def test_low_precision_is_rounded_once(way: str, make_optimizer: Any) -> None:
+    """An optimizer that wants gradients like its parameters gets the float32 sum, rounded once."""
     torch.manual_seed(0)
     model = nn.Linear(6, 4).bfloat16()
     x, y = data(12, torch.bfloat16)
@@ -345,21 +336,19 @@ def test_low_precision_is_rounded_once(
     assert all(s.dtype == torch.bfloat16 for s in state)
 
 
-def test_at_most_one_wide_buffer_per_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    for has_grad_dtype in {gradients.HAS_GRAD_DTYPE, False}:
-        monkeypatch.setattr(gradients, "HAS_GRAD_DTYPE", has_grad_dtype)
-        model = nn.Linear(6, 4).bfloat16()
-        accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=9)
-        for _ in range(3):
-            with accumulator.micro_batch(weight=3) as micro:
-                micro.backward(mse(model, data(3, torch.bfloat16)))
-        (sums,) = accumulator._window.sums
-        assert [g.dtype for g in sums.values()] == [torch.float32] * 2
-        assert [p.grad for p in model.parameters()] == [None, None]
-        assert accumulator.flush().is_applied
+def test_at_most_one_wide_buffer_per_parameter() -> None:
+    model = nn.Linear(6, 4).bfloat16()
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=9)
+    for _ in range(3):
+        with accumulator.micro_batch(weight=3) as micro:
+            micro.backward(mse(model, data(3, torch.bfloat16)))
+    (sums,) = accumulator._window.sums
+    assert [g.dtype for g in sums.values()] == [torch.float32] * 2
+    assert [p.grad for p in model.parameters()] == [None, None]
+    assert accumulator.flush().is_applied
 
 
-def test_a_wider_accumulator_on_demand() -> None:
+def test_accumulate_dtype_widens_the_sums() -> None:
     model = nn.Linear(6, 4)
     accumulator = Accumulator(
         model, torch.optim.Adam(model.parameters()), accumulation_steps=9, accumulate_dtype=torch.float64
@@ -371,8 +360,6 @@ def test_a_wider_accumulator_on_demand() -> None:
 
 
 def test_the_users_own_grad_dtype_is_given_back() -> None:
-    if not gradients.HAS_GRAD_DTYPE:
-        pytest.skip(f"torch {torch.__version__} has no grad_dtype")
     model: Any = nn.Linear(6, 4, bias=False).bfloat16()
     seen = []
     for wanted in (torch.bfloat16, torch.float32):
@@ -403,7 +390,7 @@ def smooth() -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("what", ["model", "loss"])
-def test_terms_of_something_compiled_that_are_fed_one_micro_batch_at_a_time(what: str) -> None:
+def test_terms_of_a_compiled_model_one_micro_batch_at_a_time(what: str) -> None:
     torch.compiler.reset()
     model = smooth()
     is_model = what == "model"

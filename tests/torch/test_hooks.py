@@ -1,4 +1,4 @@
-"""Hooks of parameters see the gradient of the whole batch, once a step, however it is cut."""
+"""Hooks of parameters see the gradient of the whole batch, once per step, however it is cut."""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,7 +40,7 @@ def normalise_in_place(g: Tensor) -> None:
 
 
 def train_by_hook(model: nn.Module) -> None:
-    """The optimizer in the backward pass, of torch's tutorial, for every other parameter."""
+    """Steps every other parameter in the backward pass, as torch's tutorial does."""
     for number, p in enumerate(model.parameters()):
         if number % 2:
             own = torch.optim.Adam([p], lr=0.01)
@@ -54,7 +54,7 @@ def two_kinds(model: nn.Module) -> None:
 
 
 def clip_all_at_the_end(model: nn.Module) -> None:
-    """Once the gradient of the first parameter is there, all are."""
+    """Clips all gradients when the first parameter has its own, because that one comes last."""
     each(model, "register_hook", torch.tanh)
     first = next(model.parameters())
     first.register_post_accumulate_grad_hook(lambda _: nn.utils.clip_grad_norm_(model.parameters(), 0.01) and None)
@@ -106,7 +106,7 @@ def test_hooks_with_tokens_and_with_terms(name: str, way: str) -> None:
 
 
 @each_way
-def test_a_hook_is_called_once_a_step(way: str) -> None:
+def test_hook_is_called_once_per_step(way: str) -> None:
     run, seen = Run(ragged(), epochs=2), []
     weight = run.model[0].weight
     weight.register_hook(lambda g: seen.append("before"))
@@ -129,7 +129,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(output.float(), batch[1].float()) if is_low else F.mse_loss(output, batch[1])
 
 
-def test_the_norm_is_that_after_the_hooks() -> None:
+def test_norm_is_measured_after_the_hooks() -> None:
     model, accumulator, batch = make()
     each(model, "register_hook", torch.sign)
     assert accumulator.step(batch).grad_norm == pytest.approx(15**0.5)
@@ -148,7 +148,7 @@ def test_a_handle_removes_its_hook_in_the_loss_and_in_the_hook() -> None:
     assert not model.bias._backward_hooks
 
 
-def test_parameters_that_the_optimizer_does_not_hold_keep_theirs() -> None:
+def test_hooks_of_parameters_outside_the_optimizer_stay() -> None:
     _, accumulator, batch = make()
     other, seen = nn.Linear(3, 3).double(), []
     other.weight.register_hook(lambda g: seen.append(1))
@@ -157,7 +157,7 @@ def test_parameters_that_the_optimizer_does_not_hold_keep_theirs() -> None:
     assert len(seen) == 4
 
 
-def test_gradients_that_are_wider_than_their_parameters() -> None:
+def test_gradients_wider_than_their_parameters() -> None:
     model, accumulator, batch = make(dtype=torch.bfloat16)
     seen = []
     model.weight.register_hook(lambda g: seen.append(g.dtype) or g.clamp(-1 / 1024, 1 / 1024).bfloat16())
@@ -170,7 +170,7 @@ def test_gradients_that_are_wider_than_their_parameters() -> None:
     assert model.weight.grad_dtype is torch.bfloat16
 
 
-def test_gradients_are_unscaled_and_an_overflow_is_for_the_scaler() -> None:
+def test_gradients_are_unscaled_and_overflows_skip_the_hooks() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     model, accumulator, batch = make(dtype=torch.float32, scaler=scaler)
     plain = make(dtype=torch.float32)
@@ -184,7 +184,7 @@ def test_gradients_are_unscaled_and_an_overflow_is_for_the_scaler() -> None:
     torch.testing.assert_close(model.weight, plain[0].weight, rtol=1e-6, atol=0)
 
 
-def test_a_hook_may_mend_what_is_not_finite() -> None:
+def test_hook_may_repair_a_nonfinite_gradient() -> None:
     model, accumulator, batch = make()
     each(model, "register_hook", partial(torch.nan_to_num, nan=1.0))
     before = model.weight.detach().clone()
@@ -235,11 +235,11 @@ def test_a_compiled_model() -> None:
     torch.testing.assert_close(model.weight, plain[0].weight, rtol=1e-12, atol=1e-12)
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------
 
 
 def is_hooked(model: nn.Module) -> bool:
-    """Whether the hooks act in a backward pass that is nobody's window."""
+    """Whether the hooks act in a backward pass outside of windows."""
     model.zero_grad()
     model(torch.ones(1, 4, dtype=model.weight.dtype)).sum().backward()
     is_zero = not model.weight.grad.any() and not model.bias.grad.any()
@@ -253,7 +253,7 @@ def add_zeroing_hooks(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("where", ["loss", "hook", "interrupt"])
-def test_hooks_are_there_again_after_an_error(where: str) -> None:
+def test_hooks_are_restored_after_an_error(where: str) -> None:
     model, accumulator, batch = make()
     add_zeroing_hooks(model)
     if where == "loss":
@@ -275,7 +275,7 @@ def test_hooks_are_there_again_after_an_error(where: str) -> None:
     assert model.bias.ne(make()[0].bias).all()
 
 
-def test_ctrl_c_at_any_line_leaves_the_hooks() -> None:
+def test_ctrl_c_at_any_line_keeps_the_hooks() -> None:
     for line in range(1, 10_000, 7):
         model, accumulator, batch = make()
         add_zeroing_hooks(model)
@@ -286,7 +286,7 @@ def test_ctrl_c_at_any_line_leaves_the_hooks() -> None:
     assert 100 < line < 9_900
 
 
-def test_a_hook_that_returns_something_else() -> None:
+def test_hook_that_returns_an_invalid_value() -> None:
     model, accumulator, batch = make()
     handle = model.bias.register_hook(lambda g: g[:2])
     with pytest.raises(GradientError, match=r"a hook of bias returned something of shape \(2,\) .* shape \(3,\)"):
@@ -313,7 +313,7 @@ def test_optimizers_that_torch_runs_in_every_backward_pass_are_refused() -> None
 
 
 @each_way
-def test_a_hook_that_a_forward_pass_registers(way: str) -> None:
+def test_hook_registered_in_a_forward_pass(way: str) -> None:
     full, ours = Run(ragged(), epochs=2), Run(ragged(), epochs=2)
     for run in (full, ours):
 
@@ -327,8 +327,8 @@ def test_a_hook_that_a_forward_pass_registers(way: str) -> None:
     assert not any(type(hook).__name__ == "Waiting" for hook in ours.model[0].weight._backward_hooks.values())
 
 
-def test_a_hook_that_a_forward_pass_registers_with_parameters_in_bfloat16() -> None:
-    """Where gradients of such parameters are added up by hooks of ours (before torch 2.10), these stay."""
+def test_hook_registered_in_a_forward_pass_in_bfloat16() -> None:
+    """Before torch 2.10, bigbatch adds up such gradients by its own hooks, which must stay."""
     expected = make(dtype=torch.bfloat16)
     model, accumulator, batch = make(dtype=torch.bfloat16)
     expected[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))

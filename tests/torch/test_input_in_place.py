@@ -78,7 +78,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return error
 
 
-@pytest.mark.parametrize("size", [1, 3, 10, 11, 20])  # 3 is the number of time steps, too
+@pytest.mark.parametrize("size", [1, 3, 10, 11, 20])  # 3 is also the number of time steps
 @pytest.mark.parametrize("write", WRITES)
 def test_a_loss_that_writes_into_its_input(write: Callable[[Masked, Tensor], Any], size: int) -> None:
     full, ours = Masked(write), Masked(write)
@@ -93,13 +93,13 @@ def test_a_loss_that_writes_into_its_input(write: Callable[[Masked, Tensor], Any
         for p, q in zip(ours.parameters(), full.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-11, atol=1e-13)
         for tensor, whole in zip(nest.tensors(batch), nest.tensors(again), strict=True):
-            # what is written is in the user's batch, as with the full batch
+            # the loss has written into the user's batch, as with the full batch
             torch.testing.assert_close(tensor, whole.detach(), rtol=1e-11, atol=1e-13)
             assert tensor.grad_fn is None
             assert not tensor.requires_grad
 
 
-def test_a_batch_that_wants_its_gradient_gets_it() -> None:
+def test_batch_with_requires_grad_gets_its_gradient() -> None:
     x, y = data()
     x.requires_grad_()
     model = Masked(lambda *_: None)
@@ -109,7 +109,7 @@ def test_a_batch_that_wants_its_gradient_gets_it() -> None:
     torch.testing.assert_close(x.grad, expected, rtol=1e-12, atol=1e-15)
 
 
-def test_micro_batches_are_no_copies() -> None:
+def test_micro_batches_share_memory_with_the_batch() -> None:
     x, y = data()
     parts, _ = nest.cut((x, y), 4)
     assert all(part[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part in parts)

@@ -1,4 +1,4 @@
-"""A step that is interrupted between two micro-batches goes on bit for bit, in this process or another."""
+"""A step that is interrupted between micro-batches continues bit for bit, in this process or another."""
 
 import copy
 import io
@@ -28,7 +28,7 @@ NUM_MICRO_BATCHES = 6
 
 
 class Run:
-    """A model, its optimizer and its accumulator, which is interrupted after a given number of micro-batches."""
+    """A model with an optimizer and an accumulator that is interrupted after a given number of micro-batches."""
 
     def __init__(self, kind: str, **options: Any) -> None:
         self.kind = kind
@@ -90,7 +90,7 @@ def undisturbed(kind: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def interrupted(run: Run, number: int, after: int, done: int = 0) -> None:
-    """`done` are those that are done already, since it is not the first time."""
+    """Interrupts a step; `done` micro-batches were finished before an earlier interruption."""
     run.stop_after = run.num_passes + after
     message = rf"^step {number + 1} was interrupted after {after + done} of 6 micro-batches: save state_dict\(\), and"
     with pytest.raises(Interrupted, match=message):
@@ -101,7 +101,7 @@ def interrupted(run: Run, number: int, after: int, done: int = 0) -> None:
 
 @pytest.mark.parametrize("after", [1, 3, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_goes_on_bit_for_bit(kind: str, after: int) -> None:
+def test_step_continues_bit_for_bit(kind: str, after: int) -> None:
     expected, expected_steps = undisturbed(kind)
     run = Run(kind)
     steps: list[Step] = [run.accumulator.step(batch(0))]
@@ -109,14 +109,14 @@ def test_it_goes_on_bit_for_bit(kind: str, after: int) -> None:
     interrupted(run, 1, after)
     assert_bitwise_equal(dict(run.model.state_dict()), dict(before))
     steps.append(run.accumulator.step(batch(1)))
-    assert run.num_passes == 2 * NUM_MICRO_BATCHES  # none was done twice
+    assert run.num_passes == 2 * NUM_MICRO_BATCHES  # none was repeated
     steps.append(run.accumulator.step(batch(2)))
     assert [step.as_dict() for step in steps] == expected_steps
     assert_bitwise_equal(run.state(), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fresh_accumulator_goes_on_bit_for_bit(kind: str) -> None:
+def test_new_accumulator_continues_bit_for_bit(kind: str) -> None:
     expected, expected_steps = undisturbed(kind)
     run = Run(kind)
     run.accumulator.step(batch(0))
@@ -126,7 +126,7 @@ def test_a_fresh_accumulator_goes_on_bit_for_bit(kind: str) -> None:
     saved.seek(0)
     fresh = Run(kind)
     fresh.load(torch.load(saved, weights_only=True))
-    interrupted(fresh, 1, 2, done=2)  # and once more
+    interrupted(fresh, 1, 2, done=2)  # a second time
     fresh.load(fresh.state())
     steps = [fresh.accumulator.step(batch(number)) for number in (1, 2)]
     assert [step.as_dict() for step in steps] == expected_steps[1:]
@@ -147,7 +147,7 @@ torch.save(run.state(), path)
 
 
 @pytest.mark.parametrize("kind", ["dropout", "fp16"])
-def test_another_process_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
+def test_another_process_continues_bit_for_bit(kind: str, tmp_path: Path) -> None:
     expected, _ = undisturbed(kind)
     run = Run(kind)
     run.accumulator.step(batch(0))
@@ -157,7 +157,7 @@ def test_another_process_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     assert_bitwise_equal(torch.load(tmp_path / "state", weights_only=True), expected)
 
 
-def test_negative_control_what_was_done_matters() -> None:
+def test_negative_control_dropping_finished_micro_batches_differs() -> None:
     expected, _ = undisturbed("float64")
     run = Run("float64")
     run.accumulator.step(batch(0))
@@ -171,7 +171,7 @@ def test_negative_control_what_was_done_matters() -> None:
         assert_bitwise_equal(run.state(), expected)
 
 
-def test_a_window_in_place_of_its_batch_is_the_same() -> None:
+def test_window_may_replace_its_batch() -> None:
     run, plain = Run("float64"), Run("float64")
     interrupted(run, 0, 2)
     assert run.accumulator.step(as_window(batch())).is_applied
@@ -179,7 +179,7 @@ def test_a_window_in_place_of_its_batch_is_the_same() -> None:
     assert_bitwise_equal(dict(run.model.state_dict()), dict(plain.model.state_dict()))
 
 
-def test_micro_batches_that_count_nothing_are_left_out_before_and_after() -> None:
+def test_micro_batches_with_weight_zero_are_skipped_before_and_after() -> None:
     def weight(part: Any) -> int:
         return len(part[1]) * (int(part[0].sum()) % 3 > 0)
 
@@ -226,7 +226,7 @@ def test_another_thread_interrupts() -> None:
         run.accumulator.step(batch())
 
 
-def test_between_steps_the_next_one_stops_before_it_begins() -> None:
+def test_interrupt_between_steps_stops_the_next_one_at_its_start() -> None:
     run = Run("float64")
     run.accumulator.interrupt()
     assert run.accumulator.is_interrupted
@@ -237,7 +237,7 @@ def test_between_steps_the_next_one_stops_before_it_begins() -> None:
     assert run.accumulator.step(batch()).is_applied
 
 
-def test_in_the_last_micro_batch_the_step_is_ended_first() -> None:
+def test_interrupt_in_the_last_micro_batch_finishes_the_step() -> None:
     run = Run("float64")
     run.stop_after = NUM_MICRO_BATCHES
     assert run.accumulator.step(batch()).is_applied
@@ -246,7 +246,7 @@ def test_in_the_last_micro_batch_the_step_is_ended_first() -> None:
         run.accumulator.step(batch())
 
 
-def test_a_loop_of_the_users_stops_before_a_micro_batch() -> None:
+def test_own_loop_stops_before_a_micro_batch() -> None:
     run, plain = (Run("float64", accumulation_steps=6) for _ in range(2))
     for each in (run, plain):
         for number, part in enumerate(as_window(batch())):
@@ -268,7 +268,7 @@ def test_a_loop_of_the_users_stops_before_a_micro_batch() -> None:
         (batch(size=22), "micro-batch 6 had the weight 3 when the step was interrupted, now it has 2: pass the same"),
     ],
 )
-def test_another_batch_is_refused_and_the_right_one_still_goes_on(other: Any, message: str) -> None:
+def test_another_batch_is_refused_and_the_same_one_continues(other: Any, message: str) -> None:
     run, plain = Run("float64"), Run("float64")
     interrupted(run, 0, 3)
     with pytest.raises(OrderError, match=message):
@@ -276,7 +276,7 @@ def test_another_batch_is_refused_and_the_right_one_still_goes_on(other: Any, me
     assert run.accumulator.step(batch()).as_dict() == plain.accumulator.step(batch()).as_dict()
 
 
-def test_other_calls_are_refused_until_it_is_forgotten() -> None:
+def test_other_calls_are_refused_until_forget() -> None:
     run, plain = (Run("float64", accumulation_steps=2) for _ in range(2))
     interrupted(run, 0, 3)
     with pytest.raises(
@@ -290,7 +290,7 @@ def test_other_calls_are_refused_until_it_is_forgotten() -> None:
     assert run.accumulator.step(batch(1)).as_dict() == plain.accumulator.step(batch(1)).as_dict()
 
 
-def test_parameters_that_changed_meanwhile_are_noticed() -> None:
+def test_changed_parameters_are_detected() -> None:
     run = Run("float64")
     interrupted(run, 0, 3)
     with torch.no_grad():
@@ -301,7 +301,7 @@ def test_parameters_that_changed_meanwhile_are_noticed() -> None:
     assert run.accumulator.step(batch()).is_applied
 
 
-def test_parameters_that_are_frozen_meanwhile_are_noticed() -> None:
+def test_frozen_parameters_are_detected() -> None:
     run, plain = Run("float64"), Run("float64")
     interrupted(run, 0, 3)
     run.model[3].requires_grad_(False)
@@ -311,7 +311,7 @@ def test_parameters_that_are_frozen_meanwhile_are_noticed() -> None:
     assert run.accumulator.step(batch()).as_dict() == plain.accumulator.step(batch()).as_dict()
 
 
-def test_an_error_while_going_on_drops_what_was_kept() -> None:
+def test_error_while_continuing_drops_the_step() -> None:
     run, plain = Run("float64"), Run("float64")
     interrupted(run, 0, 3)
     run.accumulator.loss = lambda *_: 1 / 0
@@ -322,7 +322,7 @@ def test_an_error_while_going_on_drops_what_was_kept() -> None:
     assert run.accumulator.step(batch()).as_dict() == plain.accumulator.step(batch()).as_dict()
 
 
-def test_a_bad_number_after_an_interruption_is_kept_out() -> None:
+def test_nonfinite_gradient_after_an_interruption_is_not_applied() -> None:
     run = Run("float64")
     run.model[3].register_forward_hook(lambda _, __, out: out * torch.nan if run.num_passes == 5 else out)
     interrupted(run, 0, 3)
@@ -336,7 +336,7 @@ def test_a_bad_number_after_an_interruption_is_kept_out() -> None:
 
 
 def is_pressed_at(line: int, call: Callable[[], Any]) -> bool:
-    """Ctrl-C before the given line of bigbatch that `call` comes to; False if it comes to fewer."""
+    """Presses Ctrl-C before the n-th line of bigbatch in `call`; False if it runs fewer lines."""
     root = str(Path(bigbatch.__file__).parent)
     num_lines = 0
 
@@ -362,7 +362,7 @@ def is_pressed_at(line: int, call: Callable[[], Any]) -> bool:
 
 
 def feed(run: Run) -> None:
-    """What is left of a window that the user feeds."""
+    """Feeds the rest of a window."""
     kept = run.accumulator.state_dict()["window"]
     for part in as_window(batch(size=7))[0 if kept is None else len(kept["weights"]) :]:
         with run.accumulator.micro_batch(weight=len(part[1])) as micro:
@@ -383,7 +383,7 @@ def test_ctrl_c_at_any_line_loses_nothing(way: str) -> None:
             with pytest.raises(Interrupted):
                 call(run)
         is_pressed = is_pressed_at(line, partial(call, run))
-        run.optimizer.zero_grad()  # it may come while gradients are cleared
+        run.optimizer.zero_grad()  # Ctrl-C may arrive while gradients are cleared
         if all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items()):
             call(run)
         for name in ("model", "optimizer"):

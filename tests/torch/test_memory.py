@@ -1,4 +1,4 @@
-"""The memory of a micro-batch, however many there are."""
+"""Training needs the memory of one micro-batch, however many there are."""
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ def test_peak_memory_does_not_grow_with_the_number_of_micro_batches() -> None:
     assert many <= 1.02 * few
 
 
-def test_nor_one_at_a_time() -> None:
+def test_peak_memory_does_not_grow_one_micro_batch_at_a_time() -> None:
     accumulator, (x, y) = make()
     accumulator.accumulation_steps = 1000
 
@@ -42,7 +42,7 @@ def test_nor_one_at_a_time() -> None:
     assert peak_bytes(lambda: feed(64)) <= 1.02 * peak_bytes(lambda: feed(2))
 
 
-def test_the_activations_of_a_micro_batch_not_of_the_batch() -> None:
+def test_memory_holds_the_activations_of_one_micro_batch() -> None:
     accumulator, batch = make()
     accumulator.step(batch)
 

@@ -1,4 +1,4 @@
-"""A batch is any nest of tensors. Each cut is compared with slices that were taken by hand."""
+"""A batch is any nest of tensors. Each cut is compared with slices taken by hand."""
 
 import dataclasses
 import functools
@@ -53,7 +53,7 @@ class Slotted:
 
 @dataclasses.dataclass
 class Late:
-    """Made in __post_init__, which must not run again on a part of the batch."""
+    """Sets a field in __post_init__, which must not run again on a part of the batch."""
 
     x: Any
     total: Any = dataclasses.field(init=False)
@@ -67,7 +67,7 @@ def parts(tensor):
 
 
 def assert_equal(found, expected):
-    """The same classes all the way down, the same tensors, the same rest."""
+    """Asserts that both nests have the same classes, tensors and other values."""
     assert type(found) is type(expected)
     if isinstance(expected, Tensor):
         assert found.dtype == expected.dtype
@@ -136,7 +136,7 @@ def test_cuts_like_slices_by_hand(make):
 
 
 @pytest.mark.parametrize("make", NESTS.values(), ids=NESTS)
-def test_leaves_the_batch_as_it_was(make):
+def test_batch_does_not_change(make):
     batch = make(X, Y, Z)
     cut(batch, 2)
     batch_size(batch)
@@ -159,7 +159,7 @@ def test_names_go_with_tensors(make):
     named = [(name, leaf) for name, leaf in leaves(batch, "batch") if isinstance(leaf, torch.Tensor)]
     assert len(named) == len(tensors(batch))
     for (name, _), tensor in zip(named, tensors(batch), strict=True):
-        assert eval(name, {"batch": batch}) is tensor  # a name is how one would write it
+        assert eval(name, {"batch": batch}) is tensor  # a name is the Python expression for the leaf
 
 
 @pytest.mark.parametrize("make", NESTS.values(), ids=NESTS)
@@ -183,7 +183,7 @@ def test_gradient_reaches_the_batch():
     assert torch.equal(x.grad, 2 * X)
 
 
-# --- containers that carry more than their items ---------------------------------------------------------
+# --- containers that hold more than their items ---------------------------------------------------------
 
 
 def test_defaultdict_keeps_its_factory():
@@ -197,7 +197,7 @@ def test_micro_batches_do_not_share_their_dict():
     assert "extra" not in second
 
 
-def test_batch_encoding_keeps_its_ways():
+def test_batch_encoding_keeps_its_behaviour():
     batch = BatchEncoding({"input_ids": Y[:, None], "labels": Y})
     micro_batch = cut(batch, 3)[0][1]
     assert isinstance(micro_batch, BatchEncoding)
@@ -207,14 +207,14 @@ def test_batch_encoding_keeps_its_ways():
     assert micro_batch.to("cpu")["labels"].tolist() == [103, 104, 105]
 
 
-def test_dataclass_is_not_made_anew():
+def test_dataclass_is_not_initialised_again():
     batch = Late(X)
     first = cut(batch, 3)[0][0]
     assert first.total == batch.total
     assert torch.equal(first.x, X[:3])
 
 
-def test_dataclass_class_is_no_batch():
+def test_dataclass_class_is_not_a_batch():
     with pytest.raises(BatchError, match="no tensor with a batch axis"):
         batch_size(Plain)
 
@@ -224,17 +224,17 @@ def test_map_tensors_keeps_the_shape_of_the_nest():
     assert found == {"a": (7, [7]), "b": Frozen(7, None)}
 
 
-# --- what belongs to no sample ---------------------------------------------------------------------------
+# --- values that belong to no sample ---------------------------------------------------------------------------
 
 
-def test_tensor_without_axes_goes_to_every_micro_batch():
+def test_0_dim_tensor_is_passed_whole():
     temperature = torch.tensor(0.5)
     for micro_batch in cut((X, temperature), 3)[0]:
         assert micro_batch[1] is temperature
 
 
 @pytest.mark.parametrize("rest", ["text", 3, None, 2.5, b"x", {"a", "b"}, range(7), len, torch.float64, (), [1, 2]])
-def test_what_is_no_tensor_goes_to_every_micro_batch(rest):
+def test_values_that_are_not_tensors_are_passed_whole(rest):
     for micro_batch in cut((X, rest), 3)[0]:
         assert micro_batch[1] == rest
         assert type(micro_batch[1]) is type(rest)
@@ -242,7 +242,7 @@ def test_what_is_no_tensor_goes_to_every_micro_batch(rest):
         assert micro_batch["rest"] == rest
 
 
-def test_objects_go_as_they_are():
+def test_objects_are_passed_unchanged():
     thing = object()
     assert all(micro_batch["thing"] is thing for micro_batch in cut({"x": X, "thing": thing}, 3)[0])
 
@@ -284,7 +284,7 @@ def test_refuses_jagged():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_refuses_nested_of_the_old_kind():
+def test_refuses_strided_nested_tensors():
     nested = torch.nested.nested_tensor([torch.ones(k + 1) for k in range(N)], layout=torch.strided)
     assert_refused((nested, Y), "cannot be cut")
 
@@ -322,13 +322,13 @@ SHORT = Y[:5]
         ((torch.tensor(1.0), X, SHORT), "batch[1]", "batch[2]"),
     ],
 )
-def test_names_both_tensors_that_disagree_and_both_sizes(batch, first, other):
+def test_error_names_both_tensors_and_sizes(batch, first, other):
     message = re.escape(f"{first} has 7 samples but {other} has 5: all tensors of a batch share their leading axis")
     with pytest.raises(BatchError, match=f"^{message}"):
         cut(batch, 3)
 
 
-def test_name_of_the_batch_is_the_callers():
+def test_error_uses_the_callers_name_for_the_batch():
     with pytest.raises(BatchError, match=r"^micro_batch\[2\]\[0\] has 7 samples but micro_batch\[2\]\[1\] has 5"):
         batch_size((X, SHORT), "micro_batch[2]")
 
@@ -349,7 +349,7 @@ def test_refuses_an_empty_batch(batch, name):
 
 
 @pytest.mark.parametrize("batch", [(X, Y[:0]), (X[:0], Y)])
-def test_refuses_a_batch_that_is_empty_in_part(batch):
+def test_refuses_a_partly_empty_batch(batch):
     with pytest.raises(BatchError, match=r"batch\[0\] has (7|0) samples but batch\[1\] has (0|7)"):
         cut(batch, 3)
 
@@ -379,7 +379,7 @@ class Masked:
         return int(self.mask.sum())
 
 
-def test_what_was_worked_out_from_the_whole_batch_is_worked_out_anew():
+def test_cached_property_is_computed_again():
     batch = Masked(torch.tensor([1, 1, 0, 1, 1]))
     assert batch.num_tokens == 4
     assert [part.num_tokens for part in cut(batch, 3)[0]] == [2, 2]
@@ -387,7 +387,7 @@ def test_what_was_worked_out_from_the_whole_batch_is_worked_out_anew():
 
 
 class PairOfOwn(tuple):
-    """A __new__ that wants other arguments, and what it keeps beside its items."""
+    """A tuple with other arguments in __new__ and an attribute besides its items."""
 
     def __new__(cls, x, y):
         made = super().__new__(cls, (x, y))
@@ -410,8 +410,8 @@ class ListOfOwn(list):
         return self[0]
 
 
-def test_lists_with_an_item_for_each_sample_are_sent_to_a_window():
-    """As detectors have them: each image has boxes of its own."""
+def test_list_with_one_item_per_sample_is_refused_with_window_as_remedy():
+    """Detection models use such lists: each image has its own boxes."""
     batch = {"images": torch.ones(3, 1, 4, 4), "targets": [{"boxes": torch.ones(num, 4)} for num in (1, 5, 2)]}
     with pytest.raises(
         BatchError, match=r"3 samples but batch\['targets'\]\[0\]\['boxes'\] has 1.*Window of micro-batch"
@@ -419,7 +419,7 @@ def test_lists_with_an_item_for_each_sample_are_sent_to_a_window():
         cut(batch, 2)
 
 
-def test_classes_of_tuples_and_lists_are_kept():
+def test_subclasses_of_tuple_and_list_are_kept():
     for batch in (PairOfOwn(X, 2 * X), NamedOfOwn(X), ListOfOwn([X, 2 * X])):
         for number, part in enumerate(cut(batch, 3)[0]):
             assert type(part) is type(batch)
@@ -443,8 +443,8 @@ def test_a_dict_whose_items_are_its_attributes():
         assert part.y is part["x"]
 
 
-def test_a_list_beside_micro_batches_of_one_is_refused():
-    """It would be broadcast without a word; with larger ones, the loss sees shapes that do not fit."""
+def test_list_of_numbers_with_micro_batch_size_1_is_refused():
+    """It would be broadcast silently; with larger micro-batches the shapes do not fit in the loss."""
     for labels in ([0.5] * 7, {"y": [1] * 7}):
         with pytest.raises(BatchError, match="a list of 7 numbers goes whole to every micro-batch"):
             cut((X, labels), 1)
@@ -453,12 +453,12 @@ def test_a_list_beside_micro_batches_of_one_is_refused():
 
 
 def test_packed_sequences_are_refused():
-    packed = pack_sequence([X[:, 0]])  # as many rows as times
+    packed = pack_sequence([X[:, 0]])  # as many rows as time steps
     with pytest.raises(BatchError, match=r"batch\['x'\] is a PackedSequence of 7 times"):
         cut({"x": packed}, 3)
 
 
-def test_a_mapping_that_cannot_be_changed_is_cut_into_dicts():
+def test_immutable_mapping_is_cut_into_dicts():
     micro_batches, sizes = cut(types.MappingProxyType({"x": X, "note": "kept"}), 4)
     assert sizes == [4, 3]
     assert [type(m) for m in micro_batches] == [dict, dict]
@@ -466,7 +466,7 @@ def test_a_mapping_that_cannot_be_changed_is_cut_into_dicts():
     assert micro_batches[1]["note"] == "kept"
 
 
-def test_a_mapping_of_somebodys_own_is_left_alone():
+def test_custom_mapping_is_passed_whole():
     class Own(MutableMapping):
         def __init__(self, inner):
             self.inner = inner
@@ -527,13 +527,13 @@ SAMPLES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_list_that_may_be_of_samples_is_refused(name: str) -> None:
+def test_ambiguous_list_is_refused(name: str) -> None:
     batch = SAMPLES[name]
     with pytest.raises(BatchError, match=rf"list of {len(batch)} items of one shape, \(6, 3\).*stack.*tuple\(batch\)"):
         cut(batch, 2)
 
 
-def test_lists_that_are_plainly_of_tensors_are_cut() -> None:
+def test_unambiguous_lists_are_cut() -> None:
     for batch in (
         sequences(2),
         tuple(sequences(4)),

@@ -1,4 +1,4 @@
-"""What is done about gradients and losses that are not finite: skipped, raised, or the end of training."""
+"""Non-finite gradients and losses: the step is skipped, an error is raised, or training stops."""
 
 import warnings
 from typing import Any
@@ -68,7 +68,7 @@ def two_terms(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return loss(model, batch), infinite_loss(model, batch)
 
 
-def test_a_loss_that_is_not_finite_raises_though_its_gradient_is() -> None:
+def test_raise_acts_on_a_nonfinite_loss_with_a_finite_gradient() -> None:
     accumulator = make(on_nonfinite="raise", loss=infinite_loss)
     before = snapshot(accumulator)
     with pytest.raises(NonFiniteError, match="the loss is not finite in step 1"):
@@ -80,15 +80,15 @@ def test_a_loss_that_is_not_finite_raises_though_its_gradient_is() -> None:
         terms.step(make_batch())
 
 
-def test_skip_applies_a_loss_that_is_not_finite_if_its_gradient_is() -> None:
+def test_skip_applies_a_finite_gradient_of_a_nonfinite_loss() -> None:
     assert make(loss=infinite_loss).step(make_batch()).is_applied
 
 
-def test_too_many_skipped_in_a_row_name_the_first_that_went_bad() -> None:
+def test_too_many_skipped_steps_name_the_first_one() -> None:
     accumulator = make(max_skipped=3)
     feed(accumulator, make_batch())
     skip(accumulator)
-    feed(accumulator, make_batch())  # a good step starts the count again
+    feed(accumulator, make_batch())  # a good step resets the count
     accumulator.loss = lambda model, batch: loss(model[2], (model[1](batch[0] @ torch.ones(5, 7).double()), batch[1]))
     skip(accumulator)
     accumulator.loss = loss
@@ -112,7 +112,7 @@ def test_the_count_is_saved() -> None:
         feed(second, bad_batch())
 
 
-def test_a_state_from_before_there_was_a_count_is_loaded() -> None:
+def test_state_without_a_count_is_loaded() -> None:
     accumulator = make(max_skipped=2)
     skip(accumulator)
     state = accumulator.state_dict()
@@ -138,7 +138,7 @@ def overflowing() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("on_nonfinite", ["skip", "raise", "stop"])
-def test_an_overflow_that_a_scaler_deals_with_is_only_counted(on_nonfinite: Any) -> None:
+def test_overflow_with_a_scaler_is_only_counted(on_nonfinite: Any) -> None:
     accumulator = fp16(on_nonfinite=on_nonfinite, max_skipped=3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -155,7 +155,7 @@ def test_an_overflow_that_a_scaler_deals_with_is_only_counted(on_nonfinite: Any)
     assert accumulator.scaler.get_scale() == 2.0**97
 
 
-def test_a_loss_that_no_scale_can_mend_raises_with_a_scaler_too() -> None:
+def test_nonfinite_loss_raises_with_a_scaler_too() -> None:
     accumulator = fp16(on_nonfinite="raise")
     x, y = make_batch()
     with pytest.raises(NonFiniteError, match="the loss is not finite in step 1"):
@@ -165,7 +165,7 @@ def test_a_loss_that_no_scale_can_mend_raises_with_a_scaler_too() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_stop_skips_and_makes_no_further_step(way: str) -> None:
+def test_stop_skips_and_refuses_further_steps(way: str) -> None:
     accumulator = make(on_nonfinite="stop")
     assert feed(accumulator, make_batch(), way).is_applied
     before, state = snapshot(accumulator), accumulator.state_dict()
@@ -184,7 +184,7 @@ def test_stop_skips_and_makes_no_further_step(way: str) -> None:
     assert_exact_step(accumulator)
 
 
-def test_stop_skips_a_loss_that_is_not_finite() -> None:
+def test_stop_skips_a_nonfinite_loss() -> None:
     accumulator = make(on_nonfinite="stop", loss=infinite_loss)
     before = snapshot(accumulator)
     step = accumulator.step(make_batch())

@@ -1,4 +1,4 @@
-"""Options that are set after the accumulator was made: each is honoured, or refused with a sentence."""
+"""Options that are set after the accumulator was made: each takes effect, or is refused with a sentence."""
 
 import inspect
 from typing import Any
@@ -59,7 +59,7 @@ def test_every_option_is_either_fixed_or_checked() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FIXED))
-def test_what_is_built_in_the_constructor_cannot_be_changed(name: str) -> None:
+def test_fixed_options_cannot_be_changed(name: str) -> None:
     accumulator, expected = made(), after(made())
     before = getattr(accumulator, name)
     with pytest.raises(OptionError, match=f"^{name} cannot be changed after .*: make a new Accumulator$"):
@@ -69,7 +69,7 @@ def test_what_is_built_in_the_constructor_cannot_be_changed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BAD))
-def test_what_is_set_later_is_checked_as_in_the_constructor(name: str) -> None:
+def test_options_set_later_are_checked_as_in_the_constructor(name: str) -> None:
     with pytest.raises(OptionError, match=name) as at_once:
         Accumulator(*(model := nn.Linear(3, 2), torch.optim.SGD(model.parameters(), 0.1)), **{name: BAD[name]})
     accumulator = made()
@@ -91,7 +91,7 @@ def test_what_is_set_later_is_checked_as_in_the_constructor(name: str) -> None:
         ("scheduler", halved),
     ],
 )
-def test_what_is_set_later_is_used(name: str, value: Any) -> None:
+def test_options_set_later_are_used(name: str, value: Any) -> None:
     expected, unchanged = after(made(**{name: value})), after(made())
     accumulator = made()
     setattr(accumulator, name, value(accumulator.optimizer) if name == "scheduler" else value)
@@ -100,7 +100,7 @@ def test_what_is_set_later_is_used(name: str, value: Any) -> None:
     assert name == "micro_batch_size" or not torch.allclose(found, unchanged, rtol=1e-6)
 
 
-def test_the_length_of_windows_set_later() -> None:
+def test_accumulation_steps_set_later() -> None:
     accumulator = made(accumulation_steps=2)
     accumulator.accumulation_steps = 3
     for number in range(1, 7):
@@ -109,7 +109,7 @@ def test_the_length_of_windows_set_later() -> None:
         assert (micro.step is not None) == (number % 3 == 0)
 
 
-def test_what_to_do_about_nonfinite_gradients_set_later() -> None:
+def test_on_nonfinite_set_later() -> None:
     accumulator = made()
     accumulator.max_skipped = 2
     bad = (BATCH[0] * float("inf"), BATCH[1])

@@ -110,8 +110,8 @@ def test_an_overflow_in_any_micro_batch_skips_the_whole_step(way: str, is_ours: 
     assert accumulator.scheduler.last_epoch == 2
 
 
-def test_weights_in_the_thousands_do_not_overflow_one_at_a_time() -> None:
-    """The sums are kept as large as a mean's: the first step goes through as it does with the full batch."""
+def test_large_weights_do_not_overflow_one_micro_batch_at_a_time() -> None:
+    """The sums stay as large as those of a mean, so the first step is applied, as with the full batch."""
     accumulator = make(precision="fp16")
     for part in zip(*(leaf.split(4) for leaf in data()), strict=True):
         with accumulator.micro_batch(weight=5000 * len(part[1])) as micro:
@@ -139,7 +139,7 @@ def test_unscaled_once_and_stepped_once() -> None:
     assert calls == ["unscale", "step", "update"]
 
 
-def test_a_scaler_without_autocast_is_the_users_choice() -> None:
+def test_scaler_without_autocast() -> None:
     scaler = GradScaler("cpu", init_scale=8.0)
     accumulator, plain = make(scaler=scaler), make()
     accumulator.step(data())

@@ -1,4 +1,4 @@
-"""On whatever data: a step by accumulation is the step of the plain full batch, in all three ways of feeding.
+"""A step by accumulation is the step of the plain full batch, for random data and all three ways of feeding.
 
 Every example draws the data (ragged, masked, weighted, with zeros), the nest it is packed into, the loss, and how
 the batch is cut. The reference is one backward pass over the whole batch and one step of SGD, in float64.
@@ -69,7 +69,7 @@ CONTENTS = {
 
 @st.composite
 def plans(draw, leaves=("x", "y", "weights", "mask")):
-    """How to pack the tensors: (container, [plans]), with a tensor's name or some rest at the leaves."""
+    """Draws how to pack the tensors: (container, [plans]), with names of tensors or other values at the leaves."""
     items = list(draw(st.permutations(leaves)))
     for rest in draw(st.lists(st.sampled_from([None, 3, "word", 2.5]), max_size=2)):
         items.insert(draw(st.integers(0, len(items))), ("rest", rest))
@@ -128,7 +128,7 @@ class Problem:
     terms: tuple[Any, ...]
     seed: int
     sizes: tuple[int, ...]
-    """Sizes of the micro-batches where those are fed."""
+    """The sizes of the micro-batches, if these are fed one at a time."""
     accumulation_steps: int
     micro_batch_size: int
 
@@ -152,7 +152,7 @@ class Problem:
         return weights if len(weights) > 1 else weights[0]
 
     def micro_batches(self):
-        """The data in uneven parts, sliced by hand."""
+        """The data in uneven parts, cut by slicing."""
         starts = [sum(self.sizes[:k]) for k in range(len(self.sizes))]
         return [
             {name: tensor[start : start + size] for name, tensor in self.data.items()}
@@ -177,7 +177,7 @@ def problems(draw, terms=TERMS, zero_shares=(0.0, 0.3, 0.8)):
     seed = draw(st.integers(0, 2**16))
     generator = torch.Generator().manual_seed(seed)
     x, y = (torch.randn(num, size, generator=generator, dtype=torch.float64) for size in (2, NUM_TOKENS))
-    share = draw(st.sampled_from(zero_shares))  # of the samples, how many count nothing
+    share = draw(st.sampled_from(zero_shares))  # how many samples have weight zero
     counts = torch.rand(num, generator=generator) >= share
     weights = counts * (0.1 + 5 * torch.rand(num, generator=generator, dtype=torch.float64))
     mask = counts[:, None] & (torch.rand(num, NUM_TOKENS, generator=generator) < draw(st.sampled_from([0.3, 0.9])))
@@ -196,7 +196,7 @@ def problems(draw, terms=TERMS, zero_shares=(0.0, 0.3, 0.8)):
 
 
 # --- three ways of feeding, and two wrong ones -----------------------------------------------------------
-# Each yields, step by step, the data of the window and the function that makes the step.
+# Each yields the data of each window and the function that makes its step.
 
 
 def joined(window):
@@ -241,7 +241,7 @@ def by_micro_batch(problem, model, optimizer):
 
 
 def by_hand(divide_by):
-    """The loop of the tutorials."""
+    """The usual loop of tutorials."""
 
     def way(problem, model, optimizer):
         def naive(window):
@@ -281,14 +281,16 @@ def vector(model):
 
 
 def full_batch(problem, model, data, learning_rate):
-    """The update, the loss and the weight of a plain step on all of the data, from the parameters as they are."""
+    """The update, the loss and the weight of a plain step on all the data, from the current parameters."""
     twin = copy.deepcopy(model)
     nest = packed(problem.plan, data)
     losses = problem.loss(twin, nest)
     weights = problem.weight(nest)
     losses, weights = (value if isinstance(value, tuple) else (value,) for value in (losses, weights))
     weights = [float(torch.as_tensor(weight).sum()) for weight in weights]
-    loss = sum(term for term, weight in zip(losses, weights, strict=True) if weight)  # a mean over nothing is none
+    loss = sum(
+        term for term, weight in zip(losses, weights, strict=True) if weight
+    )  # a mean over nothing does not exist
     if isinstance(loss, int):
         return torch.zeros_like(vector(model)), math.nan, weights
     optimizer = torch.optim.SGD(twin.parameters(), lr=learning_rate)
@@ -333,15 +335,17 @@ def test_the_property_catches_a_naive_loop(way, term):
     @stable
     @given(problem=problems(terms=[(term,)], zero_shares=[0.0]))
     def run(problem):
-        assume(all(part["mask"].any() for part in problem.micro_batches()))  # no mean over nothing: finite all along
+        assume(
+            all(part["mask"].any() for part in problem.micro_batches())
+        )  # no mean over nothing, so everything is finite
         assert_full_batch(way, problem)
 
     with pytest.raises(AssertionError, match="off"):
         run()
 
 
-def test_naive_loop_is_right_on_equal_micro_batches_only():
-    """The control of the control: the machinery finds nothing where the naive loop is right."""
+def test_naive_loop_is_right_on_equal_micro_batches():
+    """The control of the control: the test passes where the naive loop is right."""
 
     def is_wrong(problem):
         if len(problem.sizes) < 2 or problem.accumulation_steps < 2:
@@ -360,20 +364,20 @@ def test_naive_loop_is_right_on_equal_micro_batches_only():
     assert len(set(found.sizes)) > 1
 
 
-# --- nothing to learn from -------------------------------------------------------------------------------
+# --- weight zero -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @stable
 @given(problem=problems(terms=[(over_weights,), (over_tokens,), (over_tokens, over_weights)], zero_shares=[1.0]))
 def test_a_weight_of_zero_changes_nothing(way, problem):
-    """Not even with momentum and weight decay, which would move the parameters without a gradient."""
+    """This holds even with momentum and weight decay, which move parameters without a gradient."""
     assert not problem.data["weights"].any()
     assert not problem.data["mask"].any()
     model = problem.model()
     optimizer = torch.optim.SGD(
         model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1
-    )  # both move without gradient
+    )  # both change parameters without a gradient
     before = vector(model)
     for _, make_step in way(problem, model, optimizer):
         step = make_step()
@@ -389,7 +393,7 @@ def test_a_weight_of_zero_changes_nothing(way, problem):
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @stable
 @given(problem=problems(terms=[(over_tokens,)]), noise=st.integers(0, 2**16))
-def test_what_counts_nothing_has_no_say(way, problem, noise):
+def test_masked_values_have_no_effect(way, problem, noise):
     """Other values behind the mask give the same step."""
     assume(problem.data["mask"].any())
     hidden = ~problem.data["mask"].any(1)

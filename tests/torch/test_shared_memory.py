@@ -1,4 +1,4 @@
-"""Gradients that torch leaves in the same memory: what is added to one must not be added to another."""
+"""Gradients that torch leaves in the same memory: adding to one must not change another."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def squared(x: Tensor) -> Tensor:
 
 
 class Seed(nn.Module):
-    """The gradient of `b` lies on the number that the backward pass started from."""
+    """The gradient of `b` shares memory with the seed of the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Seed(nn.Module):
 
 
 class Views(nn.Module):
-    """Two pairs on one tensor each."""
+    """Two pairs of gradients; each pair shares one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Views(nn.Module):
 
 
 class Late(Views):
-    """The same, but the first micro-batch has no use for two of them."""
+    """The same, but the first micro-batch does not use two of them."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x[x[:, 0] > 0]
@@ -53,7 +53,7 @@ class Late(Views):
 
 
 class Stacked(nn.Module):
-    """Tokens and a table of positions, as in image transformers: parts of one tensor, at different places."""
+    """Tokens and a table of positions, as in image transformers: different parts of one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class SparseAndDense(nn.Module):
 
 
 class TwoSparse(nn.Module):
-    """Biases of users and of things, as in recommenders."""
+    """Biases of users and of items, as in recommenders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ MODELS = [Seed, Views, Late, Stacked, SparseAndDense, TwoSparse]
 
 
 def train(model: nn.Module, way: str, held: list[nn.Parameter], rows: Tensor = ROWS, **options: Any) -> list[Tensor]:
-    """The update of what the optimizer holds."""
+    """The update of the parameters that the optimizer holds."""
     before = [p.detach().clone() for p in held]
     sizes = [2, 4, 1] if len(rows) == 7 else [len(rows)]
     accumulator = Accumulator(
@@ -116,8 +116,8 @@ def expected(model: nn.Module, held: list[nn.Parameter], rows: Tensor = ROWS, cl
 @pytest.mark.parametrize("make_model", MODELS)
 @pytest.mark.parametrize("option", ["plain", "clipped", "scaled"])
 @pytest.mark.parametrize("size", [7, 1])
-def test_each_is_added_up_once(make_model: Any, way: str, option: str, size: int) -> None:
-    """A hand-written loop adds what is for one of two to both, from the second micro-batch on."""
+def test_gradients_are_added_once(make_model: Any, way: str, option: str, size: int) -> None:
+    """A hand-written loop adds each gradient of a pair to both, from the second micro-batch on."""
     model, clip_norm = make_model(), 0.1 if option == "clipped" else 1e9
     held = list(model.parameters())
     options: dict[str, Any] = {"clip_norm": clip_norm}
@@ -131,7 +131,7 @@ def test_each_is_added_up_once(make_model: Any, way: str, option: str, size: int
 
 @pytest.mark.parametrize("way", ["batch", "micro_batch"])
 @pytest.mark.parametrize("make_model", [Views, Stacked, SparseAndDense])
-def test_shared_with_what_the_optimizer_does_not_hold(make_model: Any, way: str) -> None:
+def test_memory_shared_with_parameters_outside_the_optimizer(make_model: Any, way: str) -> None:
     for number in range(len(list(make_model().parameters()))):
         model = make_model()
         held = [list(model.parameters())[number]]
@@ -154,7 +154,7 @@ class GivesItsInput(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("way", ["batch", "micro_batch"])
-def test_the_users_data_stays(way: str) -> None:
+def test_data_of_the_user_does_not_change(way: str) -> None:
     model = nn.Module()
     model.a = made(6)
     model.forward = lambda x: GivesItsInput.apply(model.a, x)  # type: ignore[method-assign]

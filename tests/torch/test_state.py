@@ -1,4 +1,4 @@
-"""Saved in the middle of a window and taken up in another process: bit for bit as if nothing had happened."""
+"""A run saved in the middle of a window continues in another process, bit for bit like one that was not stopped."""
 
 import copy
 import subprocess
@@ -33,7 +33,7 @@ def assert_bitwise_equal(a: Any, b: Any) -> None:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one state per kind: saved by this process after 6 micro-batches, completed by another process."""
+    """A folder with one state per kind: this process saved it after 6 micro-batches, another one completed it."""
     folder = tmp_path_factory.mktemp("resumed")
     for kind in KINDS:
         main(kind, 0, 6, str(folder / kind))
@@ -44,13 +44,13 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_process_goes_on_bit_for_bit(kind: str, resumed: Path, tmp_path: Path) -> None:
+def test_another_process_continues_bit_for_bit(kind: str, resumed: Path, tmp_path: Path) -> None:
     main(kind, 0, NUM_MICRO_BATCHES, str(tmp_path / kind))
     assert_bitwise_equal(*(torch.load(folder / kind, weights_only=True) for folder in (resumed, tmp_path)))
 
 
 @pytest.mark.parametrize("stop", [1, 2, 4, 9])
-def test_any_place_will_do(stop: int, tmp_path: Path) -> None:
+def test_window_resumes_from_any_micro_batch(stop: int, tmp_path: Path) -> None:
     main("plain", 0, NUM_MICRO_BATCHES, str(tmp_path / "undisturbed"))
     main("plain", 0, stop, str(tmp_path / "stopped"))
     main("plain", stop, NUM_MICRO_BATCHES, str(tmp_path / "stopped"))
@@ -70,7 +70,7 @@ def test_negative_control_without_the_accumulators_state_the_result_differs(tmp_
         assert_bitwise_equal(resumed["model"], undisturbed["model"])
 
 
-def test_going_on_does_not_change_what_was_saved() -> None:
+def test_continuing_does_not_change_the_saved_state() -> None:
     run = Run("plain")
     run.feed(0)
     saved = run.accumulator.state_dict()
@@ -102,7 +102,7 @@ def damaged(**changes: Any) -> dict[str, Any]:
         ({**damaged(), "scaler": {"scale": 1.0}}, "a GradScaler but this accumulator no"),
     ],
 )
-def test_a_state_that_does_not_fit_changes_nothing(state: dict[str, Any], message: str) -> None:
+def test_state_that_does_not_fit_changes_nothing(state: dict[str, Any], message: str) -> None:
     run = Run("plain")
     run.feed(0)
     before = run.accumulator.state_dict()
@@ -111,7 +111,7 @@ def test_a_state_that_does_not_fit_changes_nothing(state: dict[str, Any], messag
     assert_bitwise_equal(run.accumulator.state_dict(), before)
 
 
-def test_between_windows_there_is_nothing_but_the_count() -> None:
+def test_state_between_windows_has_only_the_count() -> None:
     run = Run("plain")
     for number in range(4):
         run.feed(number)
@@ -122,7 +122,7 @@ def test_between_windows_there_is_nothing_but_the_count() -> None:
     assert fresh.num_steps == 1
 
 
-def test_a_scale_that_is_loaded_in_the_middle_of_a_window_counts_from_there() -> None:
+def test_scale_loaded_in_the_middle_of_a_window_is_used_from_there() -> None:
     first = Run("fp16")
     first.feed(0)
     other = Run("fp16")

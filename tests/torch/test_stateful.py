@@ -1,8 +1,8 @@
-"""Any order of calls: only right results or errors of ours, and after an error the next good step is exact.
+"""Any order of calls gives a right result or an error of bigbatch, and the next good step is exact.
 
-A state machine calls one accumulator in whatever order comes up: steps on batches and windows, micro-batches one at a
-time, interruptions, saving and loading, bad input of all kinds. Beside it a plain model takes full batches in float64.
-After every call both have the same parameters. BIGBATCH_EXAMPLES says how many such stories are told.
+A state machine calls one accumulator in random order: steps on batches and windows, micro-batches one at a time,
+interruptions, saving and loading, bad input of all kinds. A plain model trains on the full batches in float64. After
+every call both have the same parameters. BIGBATCH_EXAMPLES is the number of sequences that are tried.
 """
 
 import copy
@@ -47,7 +47,7 @@ def make_model() -> nn.Module:
 
 
 def make_part(size: int, seed: int, zeros: str, is_bad: bool = False) -> Part:
-    """Samples, targets, and how much each sample counts."""
+    """Samples, targets, and the weight of each sample."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(size, 3, generator=generator, dtype=torch.float64)
     y = torch.randn(size, 2, generator=generator, dtype=torch.float64)
@@ -65,7 +65,7 @@ def joined(parts: list[Part]) -> Part:
 
 
 class Reference:
-    """A plain model and its optimizer, which take the full batch."""
+    """A plain model and its optimizer, trained on full batches."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -73,9 +73,9 @@ class Reference:
         self.optimizer = sgd(self.model)
 
     def loss(self, parts: list[Part]) -> Tensor | None:
-        """Of the whole batch; None if it counts nothing."""
+        """The loss of the whole batch; None if its weight is zero."""
         is_sum = self.options["reduction"] == "sum"
-        if self.options["num_terms"] == 1 and not is_sum:  # a mean over nothing is left out, whatever is in it
+        if self.options["num_terms"] == 1 and not is_sum:  # a mean over nothing is left out, whatever its value
             parts = [part for part in parts if part[2].sum()]
         if not parts:
             return None
@@ -89,7 +89,7 @@ class Reference:
         return sum(terms[1:], terms[0])
 
     def gradients(self, loss: Tensor) -> bool:
-        """Leaves the gradients of the loss, clipped; whether they are finite."""
+        """Leaves the clipped gradients of the loss; returns whether they are finite."""
         self.optimizer.zero_grad()
         loss.backward()
         return all(bool(p.grad.isfinite().all()) for p in self.model.parameters())
@@ -105,7 +105,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class FailsInBackward(torch.autograd.Function):
-    """For want of memory, say."""
+    """Raises in the backward pass, as if memory ran out."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class FailsInBackward(torch.autograd.Function):
 
 
 class Story(RuleBasedStateMachine):
-    """One accumulator, its reference, and what must have become of both."""
+    """One accumulator, its reference, and the expected state of both."""
 
     kind: ClassVar[type[Accumulator]] = Accumulator
 
@@ -174,10 +174,10 @@ class Story(RuleBasedStateMachine):
             return first
         return first, out.square().mean(1).sum() if is_sum else out.square().mean()
 
-    # --- what must come of a step ------------------------------------------------------------------------
+    # --- expected results ------------------------------------------------------------------------
 
     def expect(self, parts: list[Part], make: Any) -> None:
-        """The step that `make` makes of these parts is that of the reference on all of them."""
+        """Asserts that the step of `make` on these parts is that of the reference on all of them."""
         loss = self.reference.loss(parts)
         is_finite = loss is not None and self.reference.gradients(loss)
         on_nonfinite = self.options["on_nonfinite"]
@@ -208,7 +208,7 @@ class Story(RuleBasedStateMachine):
             assert step.loss == pytest.approx(loss.item(), rel=LIMIT)
 
     def refused(self, call: Any) -> bool:
-        """Whether nothing can be called now but what ends this: sees to it that it is refused."""
+        """Whether only a call that ends this state is allowed now; if so, asserts that others are refused."""
         if self.accumulator.is_stopped:
             with pytest.raises(OrderError, match="stopped"):
                 call()
@@ -217,7 +217,7 @@ class Story(RuleBasedStateMachine):
             self.is_asked = False
             with pytest.raises((Interrupted, OrderError)):
                 call()
-            self.is_asked = self.accumulator.is_interrupted  # an order that makes no sense is told first
+            self.is_asked = self.accumulator.is_interrupted  # a wrong order of calls is reported first
             return True
         return False
 
@@ -227,7 +227,7 @@ class Story(RuleBasedStateMachine):
         return [make_part(size, seed + number, zeros, is_bad) for number, size in enumerate(sizes)]
 
     def data_of(self, parts: list[Part], is_window: bool) -> tuple[Any, list[Part]]:
-        """What is passed to step(), and the parts that it comes to."""
+        """The argument of step(), and the parts that it consists of."""
         if is_window:
             return Window(parts), parts
         whole = joined(parts)
@@ -328,7 +328,7 @@ class Story(RuleBasedStateMachine):
 
     @rule()
     def copy(self) -> None:
-        """A copy goes on; its loss is that of the story, its model is not."""
+        """Continues with a copy, which has the same loss but its own model."""
         with_others = {id(self): self, id(self.kind): self.kind}
         self.accumulator = copy.deepcopy(self.accumulator, with_others)
         self.model, self.optimizer = self.accumulator.model, self.accumulator.optimizer
@@ -393,7 +393,7 @@ class Story(RuleBasedStateMachine):
                     raise ZeroDivisionError
                 if where == "vector":
                     micro.backward(self.model(x).sum(1))
-                if where == "caught":  # by the user, in the block
+                if where == "caught":  # the user raises it in the block
                     with suppress(ZeroDivisionError):
                         micro.backward(tuple(map(FailsInBackward.apply, as_terms(self.loss(self.model, part)))))
                 if where == "frozen":
@@ -436,14 +436,14 @@ class Story(RuleBasedStateMachine):
 
 
 def told(kind: type[Accumulator], num: int, phases: tuple[Phase, ...] = tuple(Phase)) -> None:
-    """Tells so many stories of this kind of accumulator."""
+    """Runs this many random sequences of calls on this kind of accumulator."""
     story = type("Story", (Story,), {"kind": kind})
     run_state_machine_as_test(
         story,
         settings=settings(
             max_examples=num,
             stateful_step_count=14,
-            derandomize="BIGBATCH_EXAMPLES" not in os.environ,  # a long run is another one each time
+            derandomize="BIGBATCH_EXAMPLES" not in os.environ,  # a long run has new sequences each time
             database=None,
             deadline=None,
             report_multiple_bugs=False,
@@ -481,17 +481,23 @@ class StartsAnew(Accumulator):
 
 
 class Unaware(Accumulator):
-    """Goes on with what is left of a window whose backward pass failed."""
+    """Continues a window whose backward pass failed."""
 
-    def _feed(self, micro: Any, *args: Any) -> None:
-        try:
-            super()._feed(micro, *args)
-        finally:
-            micro.is_fed = micro.has_begun
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        feed = self._eager.feed
+
+        def unaware(window: Any, weight: Any, micro: Any, losses: Any) -> None:
+            try:
+                feed(window, weight, micro, losses)
+            finally:
+                micro.is_fed = micro.has_begun
+
+        self._eager.feed = unaware
 
 
 class Hasty(Accumulator):
-    """Steps on what is not finite."""
+    """Applies gradients that are not finite."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -499,6 +505,6 @@ class Hasty(Accumulator):
 
 
 @pytest.mark.parametrize("broken", [MeanOfMeans, Forgetful, StartsAnew, Unaware, Hasty])
-def test_negative_control_one_that_is_broken_is_found(broken: type[Accumulator]) -> None:
+def test_negative_control_broken_accumulators_are_caught(broken: type[Accumulator]) -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception, BigBatchWarning)):
         told(broken, 1000, (Phase.generate,))

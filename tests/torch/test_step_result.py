@@ -1,4 +1,4 @@
-"""Steps that the device leaves out by itself: which optimizers can be trusted with that."""
+"""Steps that the device skips by itself, and the optimizers that do this correctly."""
 
 import warnings
 from types import SimpleNamespace
@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from bigbatch import BigBatchWarning, NonFiniteError
 from bigbatch.torch import Accumulator, update
-from bigbatch.torch import sums as arithmetic
 from bigbatch.torch.step_result import PendingResult, can_be_skipped_on_device
 from bigbatch.torch.sums import Sums
 
 
 def skipped(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
-    """A step that the optimizer is told to leave out, as on a device."""
+    """Makes a step that the optimizer is told to skip, as on a device."""
     parameter.grad = torch.full_like(parameter, torch.inf)
     optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())
     optimizer.step()
@@ -28,7 +27,7 @@ def applied(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
     optimizer.step()
 
 
-def test_fused_sgd_has_its_momentum_before_a_step_is_left_out() -> None:
+def test_fused_sgd_with_momentum_may_skip_a_step() -> None:
     parameter = nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5, fused=True)
     assert not can_be_skipped_on_device(optimizer, [parameter])
@@ -39,15 +38,15 @@ def test_fused_sgd_has_its_momentum_before_a_step_is_left_out() -> None:
     assert torch.equal(parameter, torch.full((4,), -2.5))
 
 
-def test_fused_sgd_makes_momentum_of_nothing_when_its_first_step_is_left_out() -> None:
-    """Why it is not trusted with that. If this fails, torch has mended it and `_lacks_momentum` can go."""
+def test_fused_sgd_creates_wrong_momentum_in_a_skipped_first_step() -> None:
+    """So it may not skip its first step. If this test fails, torch has fixed it and `_lacks_momentum` can go."""
     parameter = nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5, fused=True)
     skipped(optimizer, parameter)
     assert optimizer.state[parameter]["momentum_buffer"] is not None
 
 
-def test_others_can_begin_with_a_step_that_is_left_out() -> None:
+def test_other_fused_optimizers_may_skip_their_first_step() -> None:
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
         parameter, twin = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
         optimizer, other = kind([parameter], lr=0.1, fused=True), kind([twin], lr=0.1, fused=True)
@@ -59,22 +58,22 @@ def test_others_can_begin_with_a_step_that_is_left_out() -> None:
         assert not torch.equal(twin, torch.ones(4))
 
 
-def test_who_is_not_fused_cannot() -> None:
+def test_unfused_optimizers_cannot_skip() -> None:
     parameter = nn.Parameter(torch.zeros(4))
     assert not can_be_skipped_on_device(torch.optim.AdamW([parameter]), [parameter])
 
 
-def test_clipping_by_a_norm_that_nobody_waits_for_keeps_float64() -> None:
+def test_clipping_on_the_device_keeps_float64() -> None:
     sums = [Sums({nn.Parameter(torch.zeros(3, dtype=torch.float64)): torch.tensor([3.0, 4.0, 12.0]).double()})]
     sums.append(Sums({p: g.clone() for p, g in sums[0].items()}))
-    arithmetic.clip(sums[0], 13.0, 0.1, None)
-    arithmetic.clip_on_device(sums[1], arithmetic.norm_on_device(sums[1])[1], 0.1, None)
+    sums[0].clip(13.0, 0.1, None)
+    sums[1].clip(sums[1].norms_on_device()[1], 0.1, None)
     (at_once,), (later,) = (found.values() for found in sums)
     assert float((at_once - later).abs().max()) <= 1e-16
 
 
 class OnHost(PendingResult):
-    """Known when somebody asks, without a GPU."""
+    """A pending result without a GPU: its values are known when they are read."""
 
     def __init__(self, norms: Tensor, total: Tensor, *, if_applied: Any, if_skipped: Any) -> None:
         arrived: Any = SimpleNamespace(synchronize=lambda: None)
@@ -82,8 +81,8 @@ class OnHost(PendingResult):
         self._if_applied, self._if_skipped = if_applied, if_skipped
 
 
-def test_a_warning_that_is_an_error_loses_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step before is known to be bad only after the next one was applied, which counts."""
+def test_warning_raised_as_an_error_loses_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A skipped step is known only after the next one was applied, which must count."""
     monkeypatch.setattr(update, "PendingResult", OnHost)
     monkeypatch.setattr(update.Update, "_need_not_wait", lambda *_: True)
     model = nn.Linear(2, 1)

@@ -1,4 +1,4 @@
-"""Batches whose leading axis is time: refused where a layer shows it, and never refused where the samples are first."""
+"""Batches whose leading axis is time are refused if a layer reveals it. Batches of samples are never refused."""
 
 import copy
 from typing import Any
@@ -90,7 +90,7 @@ def test_cut_along_time_is_refused_before_anything_changes(make_layer: Any, micr
 @every_layer
 @pytest.mark.parametrize("num_steps", [1, 3, 4, 5])
 def test_samples_first_is_exact_whatever_the_lengths(make_layer: Any, num_steps: int) -> None:
-    """With 4 time steps, the layer's axis of time is as long as a micro-batch by coincidence."""
+    """With 4 time steps, the time axis of the layer is by coincidence as long as a micro-batch."""
     for micro_batch_size in (1, 3, 4):
         assert_exact(make(make_layer()), transposed, data(7, num_steps), micro_batch_size)
 
@@ -102,15 +102,15 @@ def test_two_axes_are_one_sequence(batch_first: bool) -> None:
         Accumulator(model, sgd(model), loss, 4).step(data(T))
 
 
-def test_samples_first_for_a_layer_that_wants_them_second() -> None:
-    """A common slip: the layer then runs over the samples, and couples them."""
+def test_samples_first_for_a_time_major_layer() -> None:
+    """A common mistake: the layer then runs over the samples and couples them."""
     model = make(nn.GRU(F, F))
     with pytest.raises(BatchError, match="or pass batch_first=True if they are first already"):
         Accumulator(model, sgd(model), loss, 3).step(data(N, T))
 
 
-def test_a_sequence_that_is_not_of_the_batch_may_be_as_long_as_a_micro_batch() -> None:
-    """A prompt that an LSTM encodes, as in prompt tuning."""
+def test_sequence_outside_the_batch_may_be_as_long_as_a_micro_batch() -> None:
+    """The sequence is a prompt that an LSTM encodes, as in prompt tuning."""
     model: Any = make(nn.LSTM(F, F), prompt=nn.Embedding(4, F))
 
     def prompted(model: Any, batch: Any) -> Tensor:
@@ -122,8 +122,8 @@ def test_a_sequence_that_is_not_of_the_batch_may_be_as_long_as_a_micro_batch() -
     assert_exact(model, prompted, data(7), 4)
 
 
-def test_what_the_second_look_leaves_behind() -> None:
-    """The lengths agree by coincidence, so the first micro-batch runs twice: neither draws nor statistics show it."""
+def test_second_run_leaves_no_trace() -> None:
+    """The lengths agree by coincidence, so the first micro-batch runs twice, which changes no state."""
     model: Any = make(nn.LSTM(F, F, 2, dropout=0.5), norm=nn.BatchNorm1d(4, momentum=None))
     twin = copy.deepcopy(model)
     calls = []
@@ -145,7 +145,7 @@ def test_what_the_second_look_leaves_behind() -> None:
     assert (flat(model) - flat(twin)).norm() <= 1e-12 * flat(twin).norm()
     assert torch.equal(model["norm"].running_mean, twin["norm"].running_mean)
     accumulator.step({"x": x, "y": y})
-    assert calls[5:] == [4, 4]  # once is enough
+    assert calls[5:] == [4, 4]  # only the first window runs twice
 
 
 def test_windows_that_count_time() -> None:
@@ -154,7 +154,7 @@ def test_windows_that_count_time() -> None:
     with pytest.warns(BigBatchWarning, match=rf"one of {T} rows reaches mix .* as {T} time steps of {N} samples"):
         Accumulator(model, sgd(model), loss, weight=None).step(window)
     Accumulator(model, sgd(model), loss, weight=lambda batch: batch[0].size(1)).step(window)
-    Accumulator(model, sgd(model), loss).step(Window([data(T, N)] * 2))  # equal whatever is counted
+    Accumulator(model, sgd(model), loss).step(Window([data(T, N)] * 2))  # the same weight, whatever is counted
     Accumulator(model, sgd(model), transposed).step(window)
 
 
@@ -169,7 +169,7 @@ def packed(model: Any, batch: Any) -> Tensor:
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3, N - 1])
 @pytest.mark.parametrize("is_batch_first", [False, True])
 def test_packed_sequences(is_batch_first: bool, micro_batch_size: int) -> None:
-    """Packing hides which axis was first: refused if it was time, and exact if the samples were."""
+    """Packing hides the leading axis. The batch is refused if it was time, and exact if it was the samples."""
     model = make(nn.LSTM(F, F, batch_first=is_batch_first))
     lengths = torch.tensor([T, 2, 1, 5, T, 3])
     mask = (torch.arange(T)[:, None] < lengths).double()

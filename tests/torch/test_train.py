@@ -1,4 +1,4 @@
-"""The whole job over a stream of micro-batches."""
+"""Training over a stream of micro-batches with `train_with_accumulation`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +25,7 @@ def micro_batches(problem: Problem) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("problem", [DIGITS, TEXT, TERMS], ids=lambda problem: problem.name)
 def test_history_and_weights_are_those_of_full_batch_training(problem: Problem) -> None:
-    """Two windows an epoch, the second one short: 4 + 2 micro-batches."""
+    """Each epoch has two windows, of 4 and 2 micro-batches."""
     full = Run(problem, adamw, epochs=3, clip_norm=0.5, make_scheduler=warm_up).full()
     model = make_model(problem)
     optimizer = adamw(model)
@@ -49,7 +49,7 @@ def test_history_and_weights_are_those_of_full_batch_training(problem: Problem) 
 
 
 def logged_by_full_batch(problem: Problem) -> list[float]:
-    """What full-batch training logs: the losses of all samples, or tokens, of an epoch over their number."""
+    """The losses that full-batch training logs: means over all samples or tokens of an epoch."""
     run = Run(problem, adamw, clip_norm=0.5, make_scheduler=warm_up)
     weigh = make_weight(problem) or (lambda batch: len(batch["y"]))
     epochs = []
@@ -87,7 +87,7 @@ def test_a_generator_is_fine_for_one_epoch() -> None:
 
 
 class SpentInSecret:
-    """Looks as if it could be iterated again, but gives nothing the second time."""
+    """Can be iterated again, but yields nothing the second time."""
 
     def __init__(self) -> None:
         self._stream = iter(micro_batches(DIGITS))
@@ -96,7 +96,7 @@ class SpentInSecret:
         yield from self._stream
 
 
-def test_an_epoch_of_nothing_is_refused() -> None:
+def test_empty_epoch_is_refused() -> None:
     model = make_model(DIGITS)
     with pytest.raises(BatchError, match="0 micro-batches in epoch 2 of 3"):
         train_with_accumulation(model, SpentInSecret(), sgd(model), make_loss(DIGITS), accumulation_steps=4, epochs=3)
@@ -127,7 +127,7 @@ def test_no_epochs_are_refused() -> None:
         train_with_accumulation(model, [], sgd(model), make_loss(DIGITS), accumulation_steps=4, epochs=0)
 
 
-def test_batches_that_are_cut() -> None:
+def test_batches_are_cut() -> None:
     full = Run(DIGITS, adamw, epochs=3, clip_norm=0.5, make_scheduler=warm_up).full()
     model = make_model(DIGITS)
     optimizer = adamw(model)
@@ -147,7 +147,7 @@ def test_batches_that_are_cut() -> None:
     assert [step.num_micro_batches for step in history.steps] == [22, 9] * 3
 
 
-def test_how_data_is_taken_is_said_once() -> None:
+def test_accumulation_steps_and_micro_batch_size_exclude_each_other() -> None:
     model = make_model(DIGITS)
     with pytest.raises(OptionError, match=r"accumulation_steps=4 .*micro_batch_size=3 .*one of the two"):
         train_with_accumulation(model, [], sgd(model), make_loss(DIGITS), accumulation_steps=4, micro_batch_size=3)

@@ -1,4 +1,4 @@
-"""What would go wrong silently: each of these gave a wrong gradient, or lost something, at one time."""
+"""Silent errors: each of these once gave a wrong gradient or lost something."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from .training import alone
 
 
 def low_error(sizes: tuple[int, ...], way: str, dtype: torch.dtype) -> tuple[float, float]:
-    """How far the gradient in low precision is from float32 sums of the same micro-gradients: ours, and plain."""
+    """The error of a low-precision gradient against float32 sums of the same micro-gradients: ours, and plain."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4)).to(dtype)
     x, y = data(sum(sizes), dtype)
@@ -48,7 +48,7 @@ def low_error(sizes: tuple[int, ...], way: str, dtype: torch.dtype) -> tuple[flo
 @pytest.mark.parametrize("way", ["window", "micro_batch"])
 @pytest.mark.parametrize("sizes", [(4,) * 60, (3, 60, 17, 40), (4,) * 7])
 def test_scales_are_not_rounded_to_the_loss_dtype(sizes: tuple[int, ...], way: str, dtype: torch.dtype) -> None:
-    """1/60 is no number of bfloat16's."""
+    """bfloat16 cannot represent 1/60."""
     ours, plain = low_error(sizes, way, dtype)
     assert ours < 1e-6
     assert 20 * ours <= plain
@@ -77,7 +77,7 @@ def test_two_terms_in_low_precision() -> None:
     assert (seen[0].float() - exact).norm() <= 1e-6 * exact.norm()
 
 
-def test_calls_inside_of_a_block_are_refused() -> None:
+def test_calls_inside_a_block_are_refused() -> None:
     for call in ("flush", "step", "micro_batch"):
         accumulator = make(accumulation_steps=3)
         before = snapshot(accumulator)
@@ -103,7 +103,7 @@ def float_batch() -> tuple[Tensor, Tensor]:
     return x.float(), y
 
 
-def test_a_scaler_whose_scale_changes_in_the_middle_of_a_window_is_noticed() -> None:
+def test_changed_scale_in_the_middle_of_a_window_is_detected() -> None:
     scaler = GradScaler("cpu", growth_interval=1)
     first = float_accumulator(scaler=scaler)
     second = float_accumulator(scaler=scaler, accumulation_steps=5)
@@ -127,7 +127,7 @@ def test_a_scaler_is_usable_after_an_error_in_the_optimizer() -> None:
     assert accumulator.step(float_batch()).is_applied
 
 
-def test_a_scaler_that_is_switched_off_is_none() -> None:
+def test_disabled_scaler_counts_as_none() -> None:
     accumulator = float_accumulator(scaler=GradScaler("cpu", enabled=False))
     x, y = float_batch()
     x[3] = torch.nan
@@ -135,7 +135,7 @@ def test_a_scaler_that_is_switched_off_is_none() -> None:
         accumulator.step((x, y))
 
 
-def test_a_first_weight_that_is_small_overflows_nothing() -> None:
+def test_small_first_weight_does_not_overflow() -> None:
     accumulator = float_accumulator(precision="fp16", accumulation_steps=2)
     for weight in (1, 20000):
         with accumulator.micro_batch(weight=weight) as micro:
@@ -145,7 +145,7 @@ def test_a_first_weight_that_is_small_overflows_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int16, np.float16, np.float32])
-def test_numpy_weights_are_added_up_as_plain_numbers(kind: Any) -> None:
+def test_numpy_weights_are_summed_as_plain_numbers(kind: Any) -> None:
     step = make(weight=lambda batch: kind(30 * len(batch[1]))).step(make_batch())
     assert step.weight == 330
     assert type(step.weight) in (int, float)
@@ -167,7 +167,7 @@ def test_backward_runs_outside_of_the_users_autocast() -> None:
 
 
 def test_a_hook_that_changes_the_gradient_of_the_loss_in_place() -> None:
-    """It counts for its own backward pass and for no other, in this window or the next."""
+    """It acts on its own backward pass and on no other, in this window or the next."""
 
     def doubled(model: nn.Module, batch: Any) -> Tensor:
         value = loss(model, batch)
@@ -182,29 +182,29 @@ def test_a_hook_that_changes_the_gradient_of_the_loss_in_place() -> None:
 
 
 class OfItsOwn(Tensor):
-    """A class that may have a backward of its own, by __torch_function__."""
+    """A tensor class that may have its own backward, by __torch_function__."""
 
 
-def test_a_loss_of_a_class_of_its_own_goes_through_all_of_torchs_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_of_a_tensor_subclass_uses_the_full_backward_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     norm = make().step(make_batch()).grad_norm
-    monkeypatch.setattr("bigbatch.torch.backward.RUN_ENGINE", lambda *_, **__: pytest.fail("took the shortcut"))
+    monkeypatch.setattr("bigbatch.torch.gradients.RUN_ENGINE", lambda *_, **__: pytest.fail("took the shortcut"))
     own = make(loss=lambda model, batch: loss(model, batch).as_subclass(OfItsOwn))
     assert own.step(make_batch()).grad_norm == norm
     with pytest.raises(pytest.fail.Exception, match="shortcut"):
         make().step(make_batch())
 
 
-def test_a_torch_without_that_shortcut_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_the_shortcut_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     with_it = make()
     norm = with_it.step(make_batch()).grad_norm
-    monkeypatch.setattr("bigbatch.torch.backward.RUN_ENGINE", None)
+    monkeypatch.setattr("bigbatch.torch.gradients.RUN_ENGINE", None)
     without = make()
     assert without.step(make_batch()).grad_norm == norm
     for a, b in zip(snapshot(without), snapshot(with_it), strict=True):
         assert torch.equal(a, b)
 
 
-def test_weights_that_never_come_twice_leave_nothing_behind() -> None:
+def test_ever_new_weights_do_not_grow_the_cache() -> None:
     weights = iter(range(1, 1000))
     accumulator = make(1, weight=lambda _: next(weights))
     for _ in range(50):
@@ -212,7 +212,7 @@ def test_weights_that_never_come_twice_leave_nothing_behind() -> None:
     assert len(accumulator._eager._seeds) < 100
 
 
-def test_batch_norm_is_told_about_when_it_comes_into_play() -> None:
+def test_batch_norm_warns_once_it_trains() -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)).double()
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, 4)
     model.eval()
@@ -250,17 +250,16 @@ def test_sparse_and_dense_gradients_of_one_parameter_in_two_terms() -> None:
     assert torch.allclose(*results, rtol=1e-12, atol=1e-15)
 
 
-def test_a_finished_window_is_let_go() -> None:
+def test_finished_window_is_freed() -> None:
     accumulator = make(accumulation_steps=1)
     with accumulator.micro_batch(weight=11) as micro:
-        window = micro._feed.__closure__
         micro.backward(loss(accumulator.model, make_batch()))
-    held = [cell.cell_contents for cell in window if hasattr(cell.cell_contents, "sums")]
+    held = [value for value in micro._feed.args if hasattr(value, "sums")]
     assert held
     assert not any(sums for open_window in held for sums in open_window.sums)
 
 
-def test_both_clips_the_norm_first() -> None:
+def test_norm_is_clipped_before_values() -> None:
     model = make_model()
     loss(model, make_batch()).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -272,7 +271,7 @@ def test_both_clips_the_norm_first() -> None:
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-15)
 
 
-def test_a_shared_model_inside_of_another_is_refused(tmp_path: Path) -> None:
+def test_ddp_inside_another_module_is_refused(tmp_path: Path) -> None:
     with alone(tmp_path):
         model = nn.Sequential(nn.parallel.DistributedDataParallel(make_model()))
         with pytest.raises(OptionError, match="is a part of the model: wrap the whole model"):

@@ -1,4 +1,4 @@
-"""The share of losses and loops of which `verify` names the right cause, and that it says nothing wrong."""
+"""The share of losses and loops for which `verify` names the right cause, and a check that it names no wrong one."""
 
 import copy
 import random
@@ -15,12 +15,12 @@ from bigbatch.torch import Accumulator, verify
 
 from .truth_table import CASES, EXACT, SIZE, WORDS, Case, mlp
 
-SMALL, LARGE = 6, 1500  # widths: fewer parameters than a sketch has numbers, and more
+SMALL, LARGE = 6, 1500  # widths: fewer and more parameters than a sketch has numbers
 DTYPES = [None, torch.float32]
 FEWEST_RIGHT = 0.95
 SEEN: dict[str, bool] = {}
 VAGUE: list[Case] = []
-"""Cases in float32 of which it only says that more cannot be told."""
+"""Cases in float32 for which `verify` only says that it cannot tell more."""
 
 
 def asked(case: Case, width: int, dtype: torch.dtype | None) -> Verification:
@@ -32,7 +32,7 @@ def asked(case: Case, width: int, dtype: torch.dtype | None) -> Verification:
 
 
 def wrong_in(case: Case, found: Verification, dtype: torch.dtype | None) -> list[str]:
-    """What it says or leaves out against the truth."""
+    """The causes that `verify` names wrongly or misses."""
     said = {word for word, phrase in WORDS.items() if any(phrase in cause for cause in found.causes)}
     if found.is_exact:
         said.add(EXACT)
@@ -51,7 +51,7 @@ def wrong_in(case: Case, found: Verification, dtype: torch.dtype | None) -> list
 @pytest.mark.parametrize("width", [SMALL, pytest.param(LARGE, marks=pytest.mark.slow)], ids=["small", "large"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float64", "float32"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_says_the_cause_and_nothing_else(case: Case, dtype: torch.dtype | None, width: int) -> None:
+def test_names_the_cause_and_nothing_else(case: Case, dtype: torch.dtype | None, width: int) -> None:
     found = asked(case, width, dtype)
     wrong = wrong_in(case, found, dtype)
     SEEN[f"{case}, {dtype}, {width}"] = not wrong
@@ -73,7 +73,7 @@ def real_error(case: Case) -> float:
 
         return cast(case.batch())
 
-    # hooks are lost in a copy, so both models are made anew
+    # a copy loses its hooks, so both models are created again
     other = case.model(SMALL).to(wide)
     before = [p.detach().clone() for p in model.parameters()]
     terms = case.loss(other, batch())
@@ -93,8 +93,8 @@ COMPARABLE = [c for c in CASES if "step" not in c.options and not c.is_random an
 
 
 @pytest.mark.parametrize("case", COMPARABLE, ids=str)
-def test_what_is_certified_is_exact_in_a_real_step(case: Case) -> None:
-    """So that the table's own truth is one: where it says exact, the accumulator's step is the full batch's."""
+def test_exact_verdicts_are_exact_in_a_real_step(case: Case) -> None:
+    """Checks the table itself: if it says exact, the accumulator's step is that of the full batch."""
     assert real_error(case) < (1e-4 if {"float32", "rounding"} & set(case.says) else 1e-12)
 
 
@@ -103,7 +103,7 @@ REFUSED = ("time", "list", "nothing")
 
 
 @pytest.mark.parametrize("case", [c for c in WRONG if not {*REFUSED, "masks"} & set(c.says)], ids=str)
-def test_what_is_not_certified_is_off_in_a_real_step(case: Case) -> None:
+def test_other_verdicts_are_off_in_a_real_step(case: Case) -> None:
     assert real_error(case) > 1e-9
 
 
@@ -115,7 +115,7 @@ def test_the_table_is_large_enough() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def share(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Prints the share named rightly, and fails below 95%."""
+    """Prints the share of right causes, and fails below 95%."""
     yield
     if SEEN:
         right = sum(SEEN.values())
@@ -128,8 +128,8 @@ def share(request: pytest.FixtureRequest) -> Iterator[None]:
         assert right >= FEWEST_RIGHT * len(SEEN), line
 
 
-def test_nothing_is_left_behind() -> None:
-    """The cases themselves do not depend on each other."""
+def test_cases_leave_nothing_behind() -> None:
+    """The cases do not depend on each other."""
     model = mlp(SMALL)
     before = copy.deepcopy(model.state_dict())
     assert all(torch.equal(before[name], value) for name, value in mlp(SMALL).state_dict().items())

@@ -1,4 +1,4 @@
-"""Two users at once: threads, accumulators on one model, forks. Refused or right, never silently wrong."""
+"""Two calls at once: threads, accumulators on one model, forks. Each is refused or exact, never silently wrong."""
 
 import copy
 import os
@@ -36,7 +36,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def full_step(model: nn.Module) -> list[Tensor]:
-    """What the parameters are after one plain step on the whole batch."""
+    """The parameters after one plain step on the whole batch."""
     model = copy.deepcopy(model)
     optimizer = sgd(model)
     loss(model, make_batch()).backward()
@@ -51,7 +51,7 @@ def assert_close(model: nn.Module, expected: list[Tensor]) -> None:
 
 @contextmanager
 def step_under_way(accumulator: Accumulator) -> Iterator[None]:
-    """Inside, another thread is in the middle of a step."""
+    """Inside this block, another thread is in the middle of a step."""
     is_inside, may_go_on = threading.Event(), threading.Event()
 
     def waiting(model: nn.Module, batch: Any) -> Tensor:
@@ -98,7 +98,7 @@ def test_the_second_of_two_threads_is_refused_and_the_first_is_exact(call: str) 
     assert_exact_step(accumulator)
 
 
-def test_many_threads_leave_the_steps_of_those_that_were_let_in() -> None:
+def test_steps_of_admitted_threads_are_exact() -> None:
     accumulator = make(1)
     outcomes: list[bool] = []
 
@@ -130,9 +130,9 @@ def test_two_accumulators_that_share_only_some_parameters() -> None:
     expected = full_step(model)
     head.loss = lambda model, batch: loss(model[2], (model[:2](batch[0]).detach(), batch[1]))
     with step_under_way(body):
-        assert head.step(make_batch()).is_applied  # they have no parameter in common
+        assert head.step(make_batch()).is_applied  # they share no parameter
         assert_close(model[2], expected[2:])
-        expected = full_step(model)  # body has not begun its first pass
+        expected = full_step(model)  # body has not started its first pass
         with pytest.raises(OrderError, match="another thread"):
             whole.step(make_batch())
     assert_close(model[0], expected[:2])
@@ -145,7 +145,7 @@ def test_two_accumulators_that_share_only_some_parameters() -> None:
     assert_exact_step(whole)
 
 
-def test_gradients_that_another_step_leaves_in_the_middle_of_one_are_refused() -> None:
+def test_gradients_that_another_step_leaves_during_a_step_are_refused() -> None:
     model = make_model()
     head = Accumulator(model, torch.optim.SGD(model[2].parameters(), lr=0.1), loss, 4)
     body = Accumulator(model, torch.optim.SGD(model[0].parameters(), lr=0.1), loss, 4)
@@ -163,7 +163,7 @@ def test_gradients_that_another_step_leaves_in_the_middle_of_one_are_refused() -
         assert now.grad is None
 
 
-def test_parameters_that_come_in_the_middle_of_a_step() -> None:
+def test_parameters_added_during_a_step() -> None:
     model = make_model()
     accumulator = Accumulator(model, torch.optim.SGD(model[0].parameters(), lr=0.1), loss, 4)
     with step_under_way(accumulator):
@@ -175,7 +175,7 @@ def test_parameters_that_come_in_the_middle_of_a_step() -> None:
     assert_exact_step(accumulator)
 
 
-def test_parameters_that_come_later_are_shared_too() -> None:
+def test_parameters_added_later_are_locked_too() -> None:
     model = make_model()
     growing = Accumulator(model, torch.optim.SGD(model[0].parameters(), lr=0.1), loss, 4)
     other = Accumulator(model, torch.optim.SGD(model[2].parameters(), lr=0.1), loss, 4)
@@ -184,7 +184,7 @@ def test_parameters_that_come_later_are_shared_too() -> None:
         other.step(make_batch())
 
 
-def test_a_step_inside_of_the_loss_is_refused() -> None:
+def test_step_inside_the_loss_is_refused() -> None:
     accumulator = make()
 
     def nested(model: nn.Module, batch: Any) -> Tensor:
@@ -197,7 +197,7 @@ def test_a_step_inside_of_the_loss_is_refused() -> None:
     assert_exact_step(accumulator)
 
 
-def test_a_turn_ends_with_an_error() -> None:
+def test_error_releases_the_lock() -> None:
     accumulator = make(loss=lambda *_: 1 / 0, accumulation_steps=3)
     with pytest.raises(ZeroDivisionError):
         accumulator.step(make_batch())
@@ -206,7 +206,7 @@ def test_a_turn_ends_with_an_error() -> None:
     assert_exact_step(accumulator)
 
 
-def test_a_copy_trains_parameters_of_its_own() -> None:
+def test_copy_trains_its_own_parameters() -> None:
     accumulator = make()
     for other in (copy.deepcopy(accumulator), pickle.loads(pickle.dumps(accumulator))):
         with step_under_way(accumulator):
@@ -214,7 +214,7 @@ def test_a_copy_trains_parameters_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda accumulator: pickle.loads(pickle.dumps(accumulator))])
-def test_a_copy_goes_on_with_a_window_of_its_own(copied: Callable[[Accumulator], Accumulator]) -> None:
+def test_copy_continues_its_own_window(copied: Callable[[Accumulator], Accumulator]) -> None:
     accumulator = make(accumulation_steps=3)
     expected = full_step(accumulator.model)
     feed(accumulator, parts()[0])
@@ -224,7 +224,7 @@ def test_a_copy_goes_on_with_a_window_of_its_own(copied: Callable[[Accumulator],
         assert_close(each.model, expected)
 
 
-# --- what changes in the middle of a window --------------------------------------------------------------
+# --- changes in the middle of a window --------------------------------------------------------------
 
 
 def by_another_accumulator(accumulator: Accumulator) -> None:
@@ -255,7 +255,7 @@ CHANGES = [by_another_accumulator, by_a_fused_one, by_hand, by_loading, by_data]
 
 @pytest.mark.parametrize("call", ["micro_batch", "flush"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_parameters_that_change_in_the_middle_of_a_window_are_noticed(change: Any, call: str) -> None:
+def test_parameters_changed_in_the_middle_of_a_window_are_detected(change: Any, call: str) -> None:
     accumulator = make(accumulation_steps=3)
     feed(accumulator, parts()[0])
     change(accumulator)
@@ -270,7 +270,7 @@ def test_parameters_that_change_in_the_middle_of_a_window_are_noticed(change: An
     assert_exact_step(accumulator)
 
 
-def test_a_fused_optimizer_stepped_by_hand_is_noticed() -> None:
+def test_fused_optimizer_stepped_by_hand_is_detected() -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     accumulator = Accumulator(model, optimizer, loss, 4, accumulation_steps=3)
@@ -294,7 +294,7 @@ GROUPS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 @pytest.mark.parametrize("where", ["between blocks", "in a block", "before flush", "after loading"])
 @pytest.mark.parametrize("how", GROUPS)
-def test_parameters_that_come_in_the_middle_of_a_window_are_named_as_the_cause(how: str, where: str) -> None:
+def test_parameters_added_in_the_middle_of_a_window_are_named_as_the_cause(how: str, where: str) -> None:
     accumulator = make(accumulation_steps=3)
     feed(accumulator, parts()[0])
     if where == "after loading":
@@ -312,12 +312,12 @@ def test_parameters_that_come_in_the_middle_of_a_window_are_named_as_the_cause(h
             else:
                 feed(accumulator, parts()[1])
     accumulator.forget()
-    for part in parts():  # and from the next window on they take part
+    for part in parts():  # from the next window on they take part
         feed(accumulator, part)
     accumulator.forget()
 
 
-def test_parameters_that_go_in_the_middle_of_a_window_are_named_as_the_cause() -> None:
+def test_parameters_removed_in_the_middle_of_a_window_are_named_as_the_cause() -> None:
     accumulator = make(accumulation_steps=3)
     feed(accumulator, parts()[0])
     accumulator.optimizer.param_groups[0]["params"].pop()
@@ -335,7 +335,7 @@ def test_an_appended_parameter_is_locked_for_other_accumulators_too() -> None:
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
-def test_a_parameter_that_is_frozen_in_the_middle_of_a_window_is_noticed(is_loaded: bool) -> None:
+def test_parameter_frozen_in_the_middle_of_a_window_is_detected(is_loaded: bool) -> None:
     accumulator = make(accumulation_steps=3)
     expected = full_step(accumulator.model)
     feed(accumulator, parts()[0])
@@ -351,7 +351,7 @@ def test_a_parameter_that_is_frozen_in_the_middle_of_a_window_is_noticed(is_load
     assert_close(accumulator.model, expected)
 
 
-def test_a_parameter_may_be_frozen_outside_of_the_blocks() -> None:
+def test_parameter_may_be_frozen_outside_the_blocks() -> None:
     accumulator = make(accumulation_steps=9)
     expected = full_step(accumulator.model)
     for part in parts():
@@ -389,7 +389,7 @@ def test_two_open_windows_on_one_model_end_with_one_step() -> None:
 
 
 @pytest.mark.parametrize("order", ["accumulator first", "model first"])
-def test_a_state_is_taken_up_in_the_middle_of_a_window_in_any_order(order: str) -> None:
+def test_states_may_be_loaded_in_any_order_in_the_middle_of_a_window(order: str) -> None:
     accumulator, undisturbed = make(accumulation_steps=3), make(accumulation_steps=3)
     feed(accumulator, parts()[0])
     state, model = accumulator.state_dict(), copy.deepcopy(accumulator.model.state_dict())
@@ -406,14 +406,14 @@ def test_a_state_is_taken_up_in_the_middle_of_a_window_in_any_order(order: str) 
 
 
 class Constrained(nn.Linear):
-    """Keeps its weight small, in each forward pass."""
+    """Limits its weight in each forward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
         return super().forward(x)
 
 
-def test_a_forward_pass_that_changes_its_own_parameters_is_let_be() -> None:
+def test_forward_pass_may_change_its_own_parameters() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Constrained(5, 3)).double()
     accumulator = Accumulator(model, sgd(model), accumulation_steps=3)
@@ -423,7 +423,7 @@ def test_a_forward_pass_that_changes_its_own_parameters_is_let_be() -> None:
     assert_close(model, expected)
 
 
-def test_forget_drops_a_window_and_no_more() -> None:
+def test_forget_drops_only_the_window() -> None:
     accumulator = make(accumulation_steps=9)
     accumulator.forget()
     feed(accumulator, parts()[0])
@@ -436,9 +436,9 @@ def test_forget_drops_a_window_and_no_more() -> None:
 
 
 def in_child(work: Callable[[], Any], path: Path) -> Any:
-    """What `work` returns in a forked process that shares nothing from here on; it must not hang."""
+    """Runs `work` in a forked process and returns its result; it must not hang."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads, from Python 3.12 on
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about forks with threads
         child = os.fork()
     if not child:
         try:
@@ -459,7 +459,7 @@ def left_by(child: int, path: Path) -> Any:
     return torch.load(path, weights_only=True)
 
 
-def test_a_fork_with_an_open_window_goes_on_in_both(tmp_path: Path) -> None:
+def test_open_window_continues_on_both_sides_of_a_fork(tmp_path: Path) -> None:
     accumulator = make(accumulation_steps=3)
     expected = full_step(accumulator.model)
 
@@ -475,7 +475,7 @@ def test_a_fork_with_an_open_window_goes_on_in_both(tmp_path: Path) -> None:
     assert_close(accumulator.model, expected)
 
 
-def test_a_fork_in_the_middle_of_another_threads_step_is_refused_in_the_child(tmp_path: Path) -> None:
+def test_fork_during_the_step_of_another_thread_is_refused_in_the_child(tmp_path: Path) -> None:
     accumulator = make(accumulation_steps=3)
 
     def attempts() -> list[str]:
@@ -499,7 +499,7 @@ def test_a_fork_in_the_middle_of_another_threads_step_is_refused_in_the_child(tm
     assert_exact_step(accumulator)
 
 
-def test_a_fork_inside_of_the_loss_goes_on_in_both(tmp_path: Path) -> None:
+def test_fork_inside_the_loss_continues_on_both_sides(tmp_path: Path) -> None:
     accumulator = make()
     expected = full_step(accumulator.model)
     children: list[int] = []
@@ -510,7 +510,7 @@ def test_a_fork_inside_of_the_loss_goes_on_in_both(tmp_path: Path) -> None:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 children.append(os.fork())
             if children == [0]:
-                torch.set_num_threads(1)  # the threads of OpenMP do not come along with a fork
+                torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
         return loss(model, batch)
 
     accumulator.loss = forking
@@ -547,7 +547,7 @@ def test_data_loader_workers_that_fork_in_the_middle_of_a_window() -> None:
     assert_close(accumulator.model, expected)
 
 
-def test_a_skipped_step_of_another_changes_nothing() -> None:
+def test_skipped_step_of_another_accumulator_changes_nothing() -> None:
     accumulator = make(accumulation_steps=3)
     expected = full_step(accumulator.model)
     other = Accumulator(accumulator.model, sgd(accumulator.model), loss, 4)

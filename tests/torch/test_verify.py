@@ -1,4 +1,4 @@
-"""The verdict on the user's own model: exact where it is, and why where it is not."""
+"""The verdict of `verify` on a user's model: exact, or why not."""
 
 import copy
 import re
@@ -60,7 +60,7 @@ def test_the_shared_problems_are_exact(problem: Problem) -> None:
     assert set(found.errors) == used
 
 
-def test_nothing_of_the_users_is_touched() -> None:
+def test_verify_changes_nothing() -> None:
     model = classifier(nn.BatchNorm1d(12), nn.Dropout(0.5))
     model[0].bias.requires_grad_(False)
     model[-1].weight.grad = torch.ones_like(model[-1].weight)
@@ -77,7 +77,7 @@ def test_nothing_of_the_users_is_touched() -> None:
         assert torch.equal(value, before[name])
 
 
-def test_printed_it_is_a_table() -> None:
+def test_result_prints_as_a_table() -> None:
     text = str(verify(classifier(), data(), loss, 16))
     assert "parameter" in text
     assert "3.weight" in text or "2.weight" in text
@@ -104,7 +104,7 @@ def test_batch_norm_is_named() -> None:
 )
 def test_dropout_is_compared_with_the_same_masks(middle: nn.Module) -> None:
     found = verify(classifier(middle), data(), loss, 16)
-    if isinstance(middle, nn.RReLU):  # its noise is mixed into its output: no mask to cut
+    if isinstance(middle, nn.RReLU):  # its noise is mixed into its output, so there is no mask to cut
         assert not found.is_exact
         assert any("could not be cut like the batch" in cause for cause in found.causes)
     else:
@@ -113,7 +113,7 @@ def test_dropout_is_compared_with_the_same_masks(middle: nn.Module) -> None:
 
 
 class Attention(nn.Module):
-    """Dropout on attention weights (batch times heads first), on sequence-first activations, and on rows."""
+    """Dropout on attention weights (leading axis batch x heads), on sequence-first activations, and on rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Attention(nn.Module):
         return self.head(self.drop(mixed.transpose(0, 1)).mean(1))
 
 
-def test_masks_are_cut_along_whichever_axis_is_the_batch() -> None:
+def test_masks_are_cut_along_the_batch_axis() -> None:
     torch.manual_seed(0)
     found = verify(Attention(), data(13), loss, 4)
     assert found.is_exact, str(found)
@@ -136,7 +136,7 @@ def test_masks_are_cut_along_whichever_axis_is_the_batch() -> None:
 
 
 class Rated(nn.Module):
-    """Attention over four tokens of width 16, whose kernel takes a rate of dropout."""
+    """Attention over four tokens of width 16; its kernel takes the dropout rate."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Rated(nn.Module):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_dropout_of_zero_is_nothing_to_tell_of(rate: float) -> None:
+def test_dropout_of_zero_is_not_mentioned(rate: float) -> None:
     model = nn.Sequential(Rated(rate), nn.Dropout(rate), nn.Linear(64, 10))
     found = verify(model, (torch.randn(7, 64), torch.arange(7)), lambda m, b: F.cross_entropy(m(b[0]), b[1]), 3)
     assert found.is_exact or rate
@@ -159,7 +159,7 @@ def test_dropout_of_zero_is_nothing_to_tell_of(rate: float) -> None:
 def test_negative_control_without_the_same_masks_dropout_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     from bigbatch.torch.verify import draws
 
-    monkeypatch.setattr(draws, "part_of", lambda *_: None)
+    monkeypatch.setattr(draws, "_part_of", lambda *_: None)
     found = verify(classifier(nn.Dropout(0.4)), data(), loss, 16)
     assert found.max_error > 1e-2
     assert "could not be cut like the batch" in found.causes[0]
@@ -187,10 +187,10 @@ def test_a_loss_that_couples_samples_is_found_by_testing(coupling: Any) -> None:
     assert [cause.split()[0] for cause in found.causes] == ["BatchNorm", "the"]
 
 
-def test_a_weight_that_disagrees_with_the_loss_is_named_with_both() -> None:
+def test_weight_that_disagrees_with_the_loss_is_named_with_both_values() -> None:
     problem = next(p for p in problems() if p.kind == "tokens")
     (batch,) = make_batches(problem)
-    found = verify(Language(), batch, make_loss(problem), 1)  # counts samples, the loss is a mean over tokens
+    found = verify(Language(), batch, make_loss(problem), 1)  # counts samples, but the loss is a mean over tokens
     assert not found.is_exact
     cause = only(found.causes)
     assert "2.5% : 50% : 14.2% : 33.3%" in cause
@@ -198,7 +198,7 @@ def test_a_weight_that_disagrees_with_the_loss_is_named_with_both() -> None:
 
 
 def test_labels_counted_without_the_shift_are_named() -> None:
-    """A language model predicts token t+1: the first label of each text is no target."""
+    """A language model predicts token t+1, so the first label of each text is not a target."""
     batch = {name: torch.as_tensor(array) for name, array in tokens(3, 60, 17, 40, 9).items()}
 
     def shifted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -225,7 +225,7 @@ def test_sum_and_mean_mixed_up() -> None:
     assert 'reduction="sum" adds it up' in only(verify(classifier(), data(), loss, 16, reduction="sum").causes)
 
 
-def test_a_model_that_computes_in_float32_inside_is_told_so() -> None:
+def test_model_that_computes_in_float32_is_reported() -> None:
     class Narrow(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(x.float(), self.weight.float(), self.bias.float()).to(x.dtype)
@@ -243,7 +243,7 @@ def test_a_model_that_computes_in_float32_inside_is_told_so() -> None:
     assert "the weight disagrees" in only(slightly_off.causes)
 
 
-def test_a_loss_that_brings_float32_along_can_be_compared_in_float32() -> None:
+def test_loss_that_needs_float32_is_compared_in_float32() -> None:
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0]))
 
     def weighted(model: nn.Module, batch: Batch) -> Tensor:
@@ -263,7 +263,7 @@ def test_a_loss_that_brings_float32_along_can_be_compared_in_float32() -> None:
     assert found.is_exact, str(found)
 
 
-# --- somebody else's loop ----------------------------------------------------------------------------------
+# --- foreign loops ----------------------------------------------------------------------------------
 
 Loop = Callable[[nn.Module, list[Batch]], None]
 
@@ -335,7 +335,7 @@ def without_the_last(model: nn.Module, micro_batches: list[Batch]) -> None:
     ],
     ids=["mean of means", "not divided", "short", "short by size", "twice", "zeroed", "clipped", "dropped"],
 )
-def test_the_classic_mistakes_are_named(loop: Loop, cause: str) -> None:
+def test_common_mistakes_are_named(loop: Loop, cause: str) -> None:
     found = verify(classifier(), data(), loss, 16, step=loop)
     assert not found.is_exact
     assert found.max_error > 1e-3
@@ -348,7 +348,7 @@ def test_a_right_loop_is_exact() -> None:
     assert found.causes == ()
 
 
-def test_a_loop_that_never_zeroes_is_told_so_though_its_first_window_is_right() -> None:
+def test_loop_that_never_zeroes_is_found_although_its_first_window_is_right() -> None:
     found = verify(classifier(), data(), loss, 16, step=never_zeroed)
     assert found.is_exact
     assert "gradients are not zeroed: a second window adds to the first" in only(found.causes)
@@ -362,12 +362,12 @@ def test_a_loop_over_dropout_and_batch_norm() -> None:
     assert ["BatchNorm" in found.causes[0], "divided by the number" in found.causes[1]] == [True, True]
 
 
-def test_a_micro_batch_of_nothing_is_no_obstacle() -> None:
+def test_empty_micro_batch_can_be_compared() -> None:
     problem = next(p for p in problems() if p.name == "a micro-batch without a token")
     (batch,) = make_batches(problem)
 
     def of_tokens(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Gives 0/0 for the micro-batch without a token, and a gradient to match."""
+        """Gives 0/0 for the micro-batch without a token, and a NaN gradient."""
         kept = batch["y"] != IGNORED
         losses = F.cross_entropy(model(batch["x"])[0].transpose(1, 2), batch["y"].clamp(min=0), reduction="none")
         return (losses * kept).sum() / kept.sum()
@@ -417,7 +417,7 @@ def test_dropout_hidden_in_layers_is_switched_off_for_a_loop(kind: str) -> None:
     assert found.is_exact, str(found)
 
 
-def test_draws_that_cannot_be_cut_do_not_stop_it() -> None:
+def test_draws_that_cannot_be_cut_do_not_stop_verify() -> None:
     def mixed_up(model: nn.Module, batch: Batch) -> Tensor:
         return loss(model, (0.7 * batch[0] + 0.3 * batch[0][torch.randperm(len(batch[0]))], batch[1]))
 
@@ -426,7 +426,7 @@ def test_draws_that_cannot_be_cut_do_not_stop_it() -> None:
     assert "could not be cut like the batch" in found.causes[0]
 
 
-def test_what_the_loss_brings_along_is_left_alone() -> None:
+def test_objects_of_the_loss_do_not_change() -> None:
     temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
     other = classifier().double()
 
@@ -480,7 +480,7 @@ def test_a_loss_that_changes_its_batch_in_place() -> None:
     assert torch.equal(x, before)
 
 
-# --- what a loss or a model may do to its batch, and to the copy ---------------------------------------------
+# --- losses and models that change their batch, or the copy ---------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -495,7 +495,7 @@ def test_a_loss_that_changes_its_batch_in_place() -> None:
     ],
     ids=["dict", "None", "unreduced", "detached", "float", "terms"],
 )
-def test_what_is_no_loss_gets_the_accumulators_own_error(bad: Any, sentence: str) -> None:
+def test_invalid_loss_gets_the_error_of_the_accumulator(bad: Any, sentence: str) -> None:
     def returning(model: nn.Module, batch: Batch) -> Any:
         return bad(loss(model, batch), model(batch[0]))
 
@@ -503,7 +503,7 @@ def test_what_is_no_loss_gets_the_accumulators_own_error(bad: Any, sentence: str
         verify(classifier(), data(), returning, 16)
 
 
-def test_a_hook_that_acts_on_each_micro_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hook_that_acts_on_each_micro_batch_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: an accumulator that ran hooks in every pass would not be certified."""
     from bigbatch.torch import gradients
 
@@ -514,7 +514,7 @@ def test_a_hook_that_acts_on_each_micro_batch_is_seen(monkeypatch: pytest.Monkey
     assert not verify(model, data(), loss, 16).is_exact
 
 
-def test_the_users_hooks_are_left_as_they_are() -> None:
+def test_hooks_of_the_user_stay() -> None:
     model = classifier()
     seen: list[Tensor] = []
     handle = model[0].weight.register_hook(seen.append)
@@ -525,7 +525,7 @@ def test_the_users_hooks_are_left_as_they_are() -> None:
     handle.remove()
 
 
-def test_the_precision_and_its_tolerance_are_said() -> None:
+def test_result_says_precision_and_tolerance() -> None:
     assert "allowed is 1e-09 in float64" in str(verify(classifier(), data(), loss, 16))
     found = verify(classifier(), data(), loss, 16, dtype=torch.float32)
     assert found.is_exact
@@ -534,7 +534,7 @@ def test_the_precision_and_its_tolerance_are_said() -> None:
     assert verify(classifier(), data(), loss, 16, dtype=torch.float32, tolerance=1e-5).tolerance == 1e-5
 
 
-def test_an_error_of_the_loss_itself_is_raised_as_it_is() -> None:
+def test_error_of_the_loss_is_raised_unchanged() -> None:
     def failing(model: nn.Module, batch: Batch) -> Tensor:
         raise KeyError("labels")
 
@@ -549,7 +549,7 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(num: int) -> None
     model = nn.Sequential(nn.Linear(6, 1448), nn.Tanh(), nn.Linear(1448, 1448), nn.Tanh(), nn.Linear(1448, 4))
     size = 4 * sum(p.numel() for p in model.parameters())
     assert size > 2**23
-    tracemalloc.start()  # NumPy's memory is seen, in which gradients are compared
+    tracemalloc.start()  # tracemalloc sees the memory of NumPy, in which gradients are compared
     try:
         found = verify(model, data(num), loss, 1, weight=lambda b: 1 + b[1].sum())
         _, peak = tracemalloc.get_traced_memory()

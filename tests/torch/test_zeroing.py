@@ -74,7 +74,7 @@ CHANGES: dict[str, Callable[[Any, Batch], Any]] = {
 
 
 def step_error(model: nn.Module, step: Callable[[nn.Module, Batch], Any], batch: Batch) -> float:
-    """How far one step is from a plain one on the whole batch."""
+    """The error of one step against a plain step on the whole batch."""
     full = mlp(next(model.parameters()).dtype)
     optimizer = sgd(full)
     loss(full, batch).backward()
@@ -123,8 +123,8 @@ WAYS = {"batch": by_batch, "window": by_window, "micro_batch": by_micro_batch}
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_the_loss_does_to_gradients_before_its_backward_pass_does_not_matter(name: str, way: str) -> None:
-    """With the full batch there are none yet."""
+def test_gradient_changes_in_the_loss_have_no_effect(name: str, way: str) -> None:
+    """With the full batch there are no gradients yet."""
 
     def in_loss(model: nn.Module, batch: Batch) -> Tensor:
         CHANGES[name](model, batch)
@@ -135,7 +135,7 @@ def test_what_the_loss_does_to_gradients_before_its_backward_pass_does_not_matte
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_zeroing_in_a_hook_of_a_module(way: str) -> None:
+def test_zeroing_in_a_module_hook(way: str) -> None:
     model = mlp()
     model[1].register_forward_hook(lambda *_: model[0].zero_grad())
     assert step_error(model, WAYS[way](loss), data()) <= 1e-12
@@ -154,7 +154,7 @@ def test_zeroing_in_several_terms() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_zeroing_sums_that_are_wider_than_their_parameters(dtype: torch.dtype) -> None:
+def test_zeroing_sums_wider_than_their_parameters(dtype: torch.dtype) -> None:
     def trained(in_loss: Callable[[nn.Module, Batch], Tensor]) -> list[Tensor]:
         model = mlp(dtype)
         seen: list[Tensor] = []
@@ -201,7 +201,7 @@ def test_gradients_that_the_loss_leaves_on_any_parameter_are_refused(way: str) -
 
 
 def test_gradients_of_a_nested_backward_pass_count_as_with_the_full_batch() -> None:
-    """Reentrant checkpoints run the forward pass again in the backward pass, when the sums are there."""
+    """Reentrant checkpoints repeat the forward pass in the backward pass, when the sums are in .grad."""
     model = mlp()
 
     def checkpointed(model: Any, batch: Batch) -> Tensor:

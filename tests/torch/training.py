@@ -1,4 +1,4 @@
-"""Trains the shared problems in torch: with the plain full batch, and in every way bigbatch can be fed."""
+"""Trains the shared problems in torch, with the plain full batch and in all ways to feed bigbatch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,7 +90,7 @@ def make_weight(problem: Problem) -> Callable[[Batch], Any] | None:
 
 
 class Run:
-    """One training run: the parameters before and after, and a loss per step."""
+    """One training run: the parameters before and after, and the loss of each step."""
 
     def __init__(self, problem: Problem, make_optimizer: MakeOptimizer = sgd, epochs: int = 1, **options: Any) -> None:
         self.problem = problem
@@ -106,7 +106,7 @@ class Run:
         self.steps: list[Step] = []
 
     def full(self) -> "Run":
-        """The plain full batch, with nothing of ours."""
+        """Trains on the plain full batch, without bigbatch."""
         for batch in make_batches(self.problem, device=self.device) * self.epochs:
             self.optimizer.zero_grad()
             loss = self.loss(self.model, batch)
@@ -117,7 +117,7 @@ class Run:
         return self
 
     def naive(self) -> "Run":
-        """The loop that most people write: divided by the number of micro-batches."""
+        """Trains with the usual loop, which divides by the number of micro-batches."""
         for batch in make_batches(self.problem, device=self.device) * self.epochs:
             self.optimizer.zero_grad()
             micro_batches, _ = nest.cut(batch, self.problem.micro_batch_size)
@@ -147,7 +147,7 @@ class Run:
         accumulator = self._accumulator(accumulation_steps=self.problem.accumulation_steps)
         weigh = make_weight(self.problem) or (lambda micro_batch: len(micro_batch["y"]))
         for micro_batch in nest.cut(batch, self.problem.micro_batch_size)[0]:
-            self.optimizer.zero_grad()  # harmless, and often there
+            self.optimizer.zero_grad()  # harmless and common
             with accumulator.micro_batch(weight=weigh(micro_batch)) as micro:
                 micro.backward(self.loss(self.model, micro_batch))
         step = micro.step or accumulator.flush()
@@ -184,7 +184,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def update_error(run: Run, reference: Run) -> float:
-    """How far the update is from the reference's, relative to it."""
+    """The relative error of the update against that of the reference."""
     return float((run.update - reference.update).norm() / reference.update.norm())
 
 
@@ -198,9 +198,9 @@ KEPT: list[Any] = []
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Inside, there is a group of one rank.
+    """Inside this block, there is a process group of one rank.
 
-    It is kept: one that ends with a model waits for its threads, and they for Python if they let go of a tensor.
+    The group is kept: if it ended together with a model, it would wait for its threads, and they for Python.
     """
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
     KEPT.append(dist.group.WORLD)

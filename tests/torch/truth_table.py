@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 N, SIZE, IGNORED = 13, 4, -100
 DTYPE = torch.float64
 
-# A few words of each cause. Whatever a case does not list must not be said of it.
+# A few words of each cause. `verify` must not state a cause that a case does not list.
 WORDS = {
     "weight": "the weight disagrees with the loss's own mean",
     "adds up": "the loss adds up over samples",
@@ -73,14 +73,14 @@ class Case:
     name: str
     loss: Callable[..., Any]
     says: tuple[str, ...]
-    """EXACT if it is, then the causes, as in WORDS."""
+    """EXACT if the case is exact, then the causes, as in WORDS."""
     model: Callable[[int], nn.Module]
     batch: Callable[[], Any]
     options: dict[str, Any] = field(default_factory=dict)
     vague: tuple[str, ...] = ()
-    """What float32 may say instead."""
+    """What `verify` may say instead in float32."""
     is_random: bool = False
-    """Whether the real step draws numbers of its own, so that it cannot be compared."""
+    """Whether the real step draws different random numbers, so that it cannot be compared."""
 
     def __str__(self) -> str:
         return self.name
@@ -455,7 +455,7 @@ case("weight", name="hooks of parameters, wrong weight", model=with_hooks, weigh
 
 
 class Drifting(nn.Linear):
-    """What keeps a state in Python, which nothing restores."""
+    """Keeps a state in Python, which nothing restores."""
 
     drift = 0.0
 
@@ -646,7 +646,7 @@ case("time", name="time-major GRU", model=lambda w: Recurrent(nn.GRU, w), batch=
 
 
 class Cumulative(nn.Module):
-    """Sees the past by a cumulative sum over the leading axis: no layer shows that this is time."""
+    """Takes a cumulative sum over the leading axis, so no layer reveals that this axis is time."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -670,7 +670,7 @@ def list_of_samples(model, batch):
     return torch.stack([model(x)[-1].square().mean() for x in batch]).mean()
 
 
-# --- somebody else's loops ----------------------------------------------------------------------------------
+# --- foreign loops ----------------------------------------------------------------------------------
 
 Loop = Callable[[nn.Module, list[Any]], Any]
 
@@ -684,7 +684,7 @@ def loop(*says: str, loss: Callable[..., Any] = ce, name: str = "", **options: A
 
 
 def each(scale: Callable[[int, int, int, int], float], loss: Callable[..., Any] = ce) -> Loop:
-    """Zeroes, then adds up losses times `scale(place, window, size, total)`."""
+    """A loop that zeroes the gradients, then adds up losses times `scale(place, window, size, total)`."""
 
     def step(model, micro_batches):
         model.zero_grad()
@@ -874,7 +874,7 @@ def of_another_model(model, micro_batches):
 
 
 def clipping(part: float, scale: Callable[[int, int], float], *, each_alone: bool) -> Loop:
-    """Clips to a part of the norm that the first gradient has."""
+    """A loop that clips to a fraction of the norm of the first gradient."""
 
     def step(model, micro_batches):
         model.zero_grad()

@@ -1,1 +1,1 @@
-"""One engine for each framework: what `bigbatch train` and `bigbatch verify` ask of it."""
+"""One engine for each framework: `bigbatch train` and `bigbatch verify` use it."""

@@ -1,5 +1,6 @@
-"""What a run asks of a framework."""
+"""The interface of an engine, and what all engines share."""
 
+import importlib
 import random
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -16,18 +17,19 @@ from ..run.ranks import Ranks
 from ..task import Task, their_own_errors
 
 EPSILON = 1e-5
-"""Of Adam where the task has no optimizer: with its usual 1e-8 a weight whose gradient vanishes moves by rounding."""
+"""Adam's epsilon if the task has no optimizer. With the usual 1e-8, rounding would move weights without a gradient."""
 
-ALONE = Ranks()
+_ALONE = Ranks()
+_CLASSES = {"torch": "TorchEngine", "tensorflow": "TensorFlowEngine", "keras": "KerasEngine", "jax": "JaxEngine"}
 
 
 class Engine(Protocol):
-    """A model, its optimizer, and the accumulation over batches: one class for each framework."""
+    """A model, its optimizer and its accumulator: one class for each framework."""
 
     device: str
 
     def step(self, batch: Any) -> Step:
-        """One step on a batch of the task."""
+        """Makes one step on a batch of the task."""
 
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of the next step."""
@@ -36,19 +38,19 @@ class Engine(Protocol):
         """How many samples a batch of the task has."""
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Everything that the model has learned, by name."""
+        """The weights of the model, by name."""
 
     def scores(self) -> dict[str, float]:
         """What the task's evaluate() returns."""
 
     def peak_bytes(self) -> int | None:
-        """What training added to the memory in use, at its peak."""
+        """What training added to the memory in use, at its peak; None if that is not known."""
 
     def state(self) -> Any:
         """Everything needed to resume, except the global random numbers."""
 
     def load(self, state: Any) -> None:
-        """Continues from what `state` returned; raises StateError before anything is changed if it does not fit."""
+        """Loads what `state` returned; raises StateError before anything is changed if it does not fit."""
 
     def verify(self, batch: Any) -> Verification:
         """Compares the accumulated gradient of a batch with that of the full batch."""
@@ -64,45 +66,32 @@ class Engine(Protocol):
         return array.numpy()
 
     def interrupt(self) -> None:
-        """Ends the current step by `Interrupted`, if the framework can resume in the middle of one."""
+        """Makes the current step raise `Interrupted`, if the framework can resume in the middle of a step."""
         return
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the step before was the last, as `--on-nonfinite stop` asks for."""
+        """Whether the run must end, as `--on-nonfinite stop` asks for."""
         return False
 
 
-def make_engine(task: Task, config: Config, ranks: Ranks = ALONE) -> Engine:
-    """The engine of the task's framework, which is imported here and not before."""
+def make_engine(task: Task, config: Config, ranks: Ranks = _ALONE) -> Engine:
+    """Creates the engine of the task. Its framework is imported here and not before."""
     random.seed(config.seed)
     np.random.seed(config.seed)
     try:
-        match task.framework:
-            case "torch":
-                from .torch import TorchEngine
-
-                return TorchEngine(task, config, ranks)
-            case "tensorflow":
-                from .tensorflow import TensorFlowEngine
-
-                return TensorFlowEngine(task, config)
-            case "jax":
-                from .jax import JaxEngine
-
-                return JaxEngine(task, config)
-            case _:
-                from .keras import KerasEngine
-
-                return KerasEngine(task, config)
+        module = importlib.import_module(f".{task.framework}", __package__)
     except ModuleNotFoundError as error:
         if error.name not in (task.framework, "optax"):
             raise
         raise MissingExtraError(f'{task.name} needs {error.name}: pip install "bigbatch[{task.framework}]"') from error
+    kind = getattr(module, _CLASSES[task.framework])
+    engine: Engine = kind(task, config, ranks) if task.framework == "torch" else kind(task, config)
+    return engine
 
 
 def scores_of(task: Task, model: Any) -> dict[str, float]:
-    """What evaluate returned, as plain numbers."""
+    """What the task's evaluate() returns, as plain numbers."""
     if task.evaluate is None:
         return {}
     with their_own_errors():
@@ -115,6 +104,7 @@ def scores_of(task: Task, model: Any) -> dict[str, float]:
 
 
 def check_kind(task: Task, model: Any, kind: type) -> None:
+    """Raises TaskError unless model() returned a model of this type."""
     if not isinstance(model, kind):
         raise TaskError(
             f"model() of {task.name} returned a {type(model).__name__}: return a {kind.__module__.split('.')[0]} "

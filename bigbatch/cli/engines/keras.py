@@ -30,7 +30,7 @@ class KerasEngine(Engine):
             raise OptionError(f"--device {config.device} is for torch and tensorflow: Keras takes its backend's own")
         self.device = f"{keras.backend.backend()}'s own"
         keras.utils.set_random_seed(config.seed)
-        randomness.OfKeras.begin(config.seed)
+        randomness.seed_keras(config.seed)
         keras.config.set_dtype_policy(POLICIES[config.precision])
         self.micro_batch_size = config.micro_batch_size
         self.model = self._make_model()

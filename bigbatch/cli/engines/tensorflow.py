@@ -1,4 +1,4 @@
-"""Tasks of TensorFlow."""
+"""Runs tasks of TensorFlow."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ...core.errors import OptionError
 from ...core.step import Step
 from ...core.verify.result import Verification
 from ...tensorflow import Accumulator, verify
-from ...tensorflow import batch as nest
+from ...tensorflow.batch import Layout, batch_size
 from ..config import Config
 from ..run import randomness
 from ..run.memory import HostPeak
@@ -21,13 +21,13 @@ from .keras_state import load_variables, state_of_variables
 
 
 class TensorFlowEngine(Engine):
-    """As engine.py wants it."""
+    """A TensorFlow task as `bigbatch train` and `verify` run it; see engine.py."""
 
     def __init__(self, task: Task, config: Config) -> None:
         self.task = task
         self.device = device_of(config.device)
         keras.utils.set_random_seed(config.seed)
-        randomness.OfKeras.begin(config.seed)
+        randomness.seed_keras(config.seed)
         tf.random.set_global_generator(tf.random.Generator.from_seed(config.seed))  # else its seed is another each time
         keras.config.set_dtype_policy(POLICIES[config.precision])
         with tf.device(self.device), their_own_errors():
@@ -54,7 +54,7 @@ class TensorFlowEngine(Engine):
         inner(self.optimizer).learning_rate = lr
 
     def num_samples(self, batch: Any) -> int:
-        return nest.batch_size(nest.Layout(batch))
+        return batch_size(Layout(batch))
 
     def weights(self) -> dict[str, np.ndarray]:
         return weights_of(self.model)
@@ -74,7 +74,7 @@ class TensorFlowEngine(Engine):
         load_variables(state, self.model, self.optimizer, accumulator=self._own_variables())
 
     def _own_variables(self) -> list[Any]:
-        """Those of the accumulator alone: its steps, and how many of them in a row were skipped."""
+        """The variables of the accumulator alone: how many steps it made, and how many in a row were skipped."""
         others = {id(variable) for part in (self.model, self.optimizer) for variable in part.variables}
         return [variable for variable in self.accumulator.variables if id(variable) not in others]
 

@@ -1,4 +1,4 @@
-"""Tasks of PyTorch."""
+"""PyTorch tasks."""
 
 import copy
 import inspect
@@ -16,8 +16,8 @@ from ...core.verify.result import Verification
 from ...core.weight import as_terms
 from ...torch import Accumulator, verify
 from ...torch import batch as nest
-from ...torch.arrays import from_array, to_array, with_sparse, without_sparse
-from ...torch.checkpoints import check_model, check_optimizer, load_optimizer
+from ...torch.arrays import from_array, to_array
+from ...torch.checkpoints import load_state, state_of
 from ..config import Config
 from ..errors import TaskError
 from ..run import randomness
@@ -28,14 +28,14 @@ from .engine import EPSILON, Engine, check_kind, scores_of
 
 
 class TorchEngine(Engine):
-    """As engine.py wants it."""
+    """The engine of PyTorch tasks."""
 
     to_array = staticmethod(to_array)
     from_array = staticmethod(from_array)
 
     def __init__(self, task: Task, config: Config, ranks: Ranks) -> None:
         self.task, self.ranks, self.seed = task, ranks, config.seed
-        self._device = ranks.join(device_of(config.device))
+        self._device = ranks.join(_device_of(config.device))
         self.device = str(self._device)
         torch.manual_seed(config.seed)
         with their_own_errors():
@@ -53,6 +53,7 @@ class TorchEngine(Engine):
             weight=task.weight,
             **config.for_framework(),
         )
+        self._parts = {"model": self.model, "optimizer": self.optimizer, "accumulator": self.accumulator}
         self._peak: HostPeak | None = None
 
     def _make_optimizer(self, lr: float) -> torch.optim.Optimizer:
@@ -81,8 +82,8 @@ class TorchEngine(Engine):
             return self.accumulator.step(batch)
 
     def _warm_up(self, batch: Any) -> None:
-        """Two samples through a copy of the model: what libraries keep for themselves is not the training's memory."""
-        with suppress(Exception), randomness.kept():  # what is wrong will show in the step
+        """Runs two samples through a copy of the model, so that what libraries allocate once is not counted."""
+        with suppress(Exception), randomness.kept():  # an error will show in the step
             found = self.task.loss(copy.deepcopy(self.model), nest.cut(batch, 2)[0][0])
             torch.autograd.backward(list(as_terms(found)))
 
@@ -90,7 +91,7 @@ class TorchEngine(Engine):
         return nest.map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
 
     def set_lr(self, lr: float) -> None:
-        """Groups whose rates differ keep their ratios."""
+        """Sets the rate; groups with different rates keep their ratios."""
         for group, ratio in zip(self.optimizer.param_groups, self._lrs, strict=True):
             group["lr"] = lr * ratio
 
@@ -99,7 +100,7 @@ class TorchEngine(Engine):
 
     def weights(self) -> dict[str, np.ndarray]:
         found = self.model.state_dict().items()
-        return {name: weight_of(value) for name, value in found if isinstance(value, torch.Tensor)}
+        return {name: _weight_of(value) for name, value in found if isinstance(value, torch.Tensor)}
 
     def scores(self) -> dict[str, float]:
         self.model.eval()
@@ -114,18 +115,11 @@ class TorchEngine(Engine):
             return int(torch.cuda.max_memory_allocated(self._device) - self._before)
         return None if self._peak is None else self._peak.num_bytes()
 
-    def state(self) -> dict[str, Any]:
-        parts = {"model": self.model, "optimizer": self.optimizer, "accumulator": self.accumulator}
-        state: dict[str, Any] = without_sparse({name: part.state_dict() for name, part in parts.items()})
-        return state
+    def state(self) -> Any:
+        return state_of(self._parts)
 
-    def load(self, state: dict[str, Any]) -> None:
-        state = with_sparse(state)
-        check_model(state["model"], self.model.state_dict())
-        check_optimizer(state["optimizer"], self.optimizer.state_dict())
-        self.accumulator.load_state_dict(state["accumulator"])  # checks for itself
-        self.model.load_state_dict(state["model"])
-        load_optimizer(self.optimizer, state["optimizer"])
+    def load(self, state: Any) -> None:
+        load_state(self._parts, state)
 
     def interrupt(self) -> None:
         self.accumulator.interrupt()
@@ -140,8 +134,8 @@ class TorchEngine(Engine):
             return verify(self.model, batch, self.task.loss, self.micro_batch_size, weight=self.task.weight)
 
 
-def weight_of(tensor: torch.Tensor) -> np.ndarray:
-    """For the file of weights: dense, and in a type that NumPy and safetensors have."""
+def _weight_of(tensor: torch.Tensor) -> np.ndarray:
+    """A weight for the file: dense, and in a dtype that NumPy and safetensors have."""
     tensor = tensor.detach().cpu().to_dense()
     if tensor.dtype is torch.complex128:
         return torch.view_as_real(tensor.resolve_conj()).numpy()
@@ -149,7 +143,7 @@ def weight_of(tensor: torch.Tensor) -> np.ndarray:
     return (tensor if is_known else tensor.float()).numpy()
 
 
-def device_of(name: str | None) -> torch.device:
+def _device_of(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -1,4 +1,4 @@
-"""Several processes of PyTorch that train one model."""
+"""Several PyTorch processes that train one model."""
 
 import zlib
 from collections.abc import Iterator
@@ -18,73 +18,73 @@ from ..run.ranks import Ranks
 
 
 class TorchRanks(Ranks):
-    """Every rank goes through the same batches and takes its share of each."""
+    """Every rank draws the same batches and takes its part of each."""
 
     def join(self, device: torch.device) -> torch.device:
         if device == torch.device("cuda"):
             if self.local_rank >= (num := torch.cuda.device_count()):
                 raise OptionError(
-                    f"torchrun started more processes than the {num} GPUs that are here: pass --nproc-per-node {num}, "
+                    f"torchrun started more processes than this machine has GPUs ({num}): pass --nproc-per-node {num}, "
                     "or --device cpu"
                 )
             device = torch.device("cuda", self.local_rank)
         elif device.type == "cuda":
             raise OptionError(
-                f"--device {device} is one GPU for {self.num} processes: leave it out, and each takes a GPU of its own"
+                f"--device {device} is one GPU for {self.num} processes: leave it out, and each takes its own GPU"
             )
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        with others_may_end():  # numbers travel over the host, so gloo is always there
+        with _report_ended_ranks():  # gloo is always there, because numbers are reduced on the host
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         return device
 
     def together(self, model: nn.Module) -> nn.Module:
-        with others_may_end():
-            # what a task leaves unused it may leave unused here too; it costs one walk through the graph a step
-            return Together(model, find_unused_parameters=True)
+        with _report_ended_ranks():
+            # a task may leave parameters unused; finding them costs one walk through the graph per step
+            return _Together(model, find_unused_parameters=True)
 
     def share(self, batch: Any) -> Any:
         return nest.share(batch, self.rank, self.num)
 
     @contextmanager
     def own_random(self, seed: int, step: int) -> Iterator[None]:
-        """Seeded anew for each step, so nothing has to be saved; batches are drawn from what all have in common."""
+        """Seeds torch in each step, so that nothing has to be saved. Batches are drawn outside, alike on all ranks."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with others_may_end(), torch.random.fork_rng(devices):
+        with _report_ended_ranks(), torch.random.fork_rng(devices):
             torch.manual_seed(int(np.random.SeedSequence([seed, step, self.rank]).generate_state(1, np.uint64)[0]))
             yield
 
     def agree(self, is_wanted: bool, *of_all: Any) -> bool:
-        mark = zlib.crc32(repr([marks(part) for part in of_all]).encode())
-        told = torch.tensor([is_wanted, mark, -mark])
-        with others_may_end():
-            dist.all_reduce(told, dist.ReduceOp.MAX)
-        is_any, largest, smallest = told.tolist()
+        checksum = zlib.crc32(repr([_sample(part) for part in of_all]).encode())
+        numbers = torch.tensor([is_wanted, checksum, -checksum])
+        with _report_ended_ranks():
+            dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        is_any, largest, smallest = numbers.tolist()
         if largest != -smallest:
             raise BatchError(
-                f"batches() did not give all {self.num} ranks the same batches: give every rank all of the data in the "
-                "same order, for example shuffled by seed and epoch; each takes its share of every batch"
+                f"batches() did not give all {self.num} ranks the same batches: give every rank all the data in the "
+                "same order, for example shuffled by seed and epoch; each rank takes its part of every batch"
             )
         return bool(is_any)
 
     def check_place(self, num_steps: int) -> None:
-        told = torch.tensor([num_steps, -num_steps])
-        with others_may_end():
-            dist.all_reduce(told, dist.ReduceOp.MAX)
-        most, fewest = told.abs().tolist()
+        numbers = torch.tensor([num_steps, -num_steps])
+        with _report_ended_ranks():
+            dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        most, fewest = numbers.abs().tolist()
         if most != fewest:
             raise StateError(
-                f"one rank found a checkpoint of {most} steps and another one of {fewest}: see that all machines see "
-                "the same run folder"
+                f"one rank found a checkpoint of {most} steps and another one of {fewest}: make sure that all machines "
+                "see the same run folder"
             )
 
     def end(self) -> None:
-        self.agree(False)  # nobody leaves while another still hears what was said last
+        self.agree(False)  # no rank leaves while another still waits for the last reduction
         dist.destroy_process_group()
 
 
-class Together(DistributedDataParallel):
-    """Has all that the model has: a loss may use more of it than its forward pass."""
+class _Together(DistributedDataParallel):
+    """DistributedDataParallel with the attributes of the model, because a loss may use more than its forward pass."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -93,8 +93,8 @@ class Together(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
 
-def marks(part: Any) -> Any:
-    """A little of everything in a batch, to tell it from others."""
+def _sample(part: Any) -> Any:
+    """A few numbers of every tensor in a batch, to tell it from other batches."""
     tensors = [tensor for tensor in nest.tensors(default_convert(part)) if tensor.layout is torch.strided]
     if not tensors:
         return part if isinstance(part, bool) else None
@@ -102,11 +102,13 @@ def marks(part: Any) -> Any:
 
 
 @contextmanager
-def others_may_end() -> Iterator[None]:
-    """What torch says when another rank is gone, as a sentence."""
+def _report_ended_ranks() -> Iterator[None]:
+    """Raises RankError if torch fails because another rank has ended."""
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        raise RankError(f"another rank has ended, so this one cannot go on ({str(error).splitlines()[0]})") from error
+        raise RankError(
+            f"another rank has ended, so this one cannot continue ({str(error).splitlines()[0]})"
+        ) from error

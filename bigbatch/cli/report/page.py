@@ -1,4 +1,4 @@
-"""One page about one or several runs: sentences, figures, plots. It needs nothing but itself."""
+"""One page about one or several runs: sentences, figures, plots. It needs no other file and no network."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,31 +12,26 @@ from .run import Run, read_run
 from .tables import FACTS, configuration, distances, figures, verifications
 from .text import exact, headline, listed, remarks
 
-__all__ = ["Run", "read_run", "write_report"]
-
-TEMPLATE = "report.html.jinja"
-
 
 def write_report(folders: Sequence[Path], path: Path) -> None:
-    """Writes the page about these run folders; it is there whole or not at all."""
+    """Writes the page about these run folders, whole or not at all."""
     places = {folder.resolve(): folder for folder in folders}  # the same folder twice is one run
     if not places:
         raise OptionError("the report has 0 run folders: pass at least 1")
-    page = render(names_of(list(places)), [read_run(folder) for folder in places.values()])
     if not path.parent.is_dir():
-        raise OptionError(f"there is no folder {path.parent} to write {path.name} in: make it first")
+        raise OptionError(f"there is no folder {path.parent} for {path.name}: make it first")
+    page = _render(_names_of(list(places)), [read_run(folder) for folder in places.values()])
     write_whole(path, page.encode(errors="replace"))
 
 
-def names_of(folders: Sequence[Path]) -> list[str]:
-    """The name of each folder, with as many of its parents as tell it from the others."""
+def _names_of(folders: Sequence[Path]) -> list[str]:
+    """The name of each folder, with as many of its parents as needed to make the names different."""
     depths = range(1, max(len(folder.parts) for folder in folders) + 1)
     named = ([str(Path(*folder.parts[-depth:])) for folder in folders] for depth in depths)
     return next(names for names in named if len(set(names)) == len(folders))
 
 
-def render(names: Sequence[str], runs: Sequence[Run]) -> str:
-    """The page, as text."""
+def _render(names: Sequence[str], runs: Sequence[Run]) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -46,11 +41,11 @@ def render(names: Sequence[str], runs: Sequence[Run]) -> str:
         keep_trailing_newline=True,
     )
     plots = list(make_plots(names, runs))
-    return environment.get_template(TEMPLATE).render(
+    return environment.get_template("report.html.jinja").render(
         names=names,
         runs=runs,
-        title=listed(list(dict.fromkeys(f"{run.summary['task']} on {run.summary['framework']}" for run in runs))),
-        headlines=[headline(run) for run in runs],
+        title=listed(list(dict.fromkeys(f"{run.summary.task} on {run.summary.framework}" for run in runs))),
+        headlines=[headline(run.summary) for run in runs],
         remarks=[remarks(run) for run in runs],
         facts=FACTS,
         figures=figures(names, runs),

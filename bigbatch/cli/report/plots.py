@@ -1,6 +1,6 @@
-"""Draws lines and points as SVG that lives inside a page: it takes the page's colours and shares no names with others.
+"""Draws lines and points as SVG inside the page. It has the page's colours, and ids that no other plot has.
 
-Names of runs are never drawn here: the page has the legend, so a name cannot break a plot.
+The page has the legend, so the name of a run is never drawn here and cannot break a plot.
 """
 
 import math
@@ -16,42 +16,42 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-# matplotlib knows no CSS: these colours stand for the page's own and are exchanged in the SVG.
-INK = "#010203"
+# matplotlib knows no CSS, so these colours stand for the page's own and are replaced in the SVG.
+_INK = "#010203"
 NUM_COLOURS = 6
 _COLOURS = [f"#0a0b{number:02x}" for number in range(NUM_COLOURS)]
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (7, 2, 1.5, 2), (9, 5))
 MARKERS = ("o", "^", "D", "v", "s")
-GLYPHS = ("●○", "▲△", "◆◇", "▼▽", "■□")
-"""What stands for a marker in the page's legend, filled and hollow."""
+_GLYPHS = ("●○", "▲△", "◆◇", "▼▽", "■□")
+"""The marker in the legend, filled and hollow."""
 
 MAX_POINTS = 800
 LARGEST = 1e300
-"""Beyond it the ends of an axis would overflow."""
+"""Larger values are not drawn: the ends of an axis would overflow."""
 
 _STYLE = {
-    "axes.edgecolor": INK,
+    "axes.edgecolor": _INK,
     "axes.facecolor": "none",
     "axes.formatter.useoffset": False,
     "axes.grid": True,
     "axes.grid.axis": "y",
-    "axes.labelcolor": INK,
+    "axes.labelcolor": _INK,
     "axes.linewidth": 0.6,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "figure.facecolor": "none",
     "font.size": 9.5,
     "grid.alpha": 0.18,
-    "grid.color": INK,
+    "grid.color": _INK,
     "grid.linewidth": 0.6,
     "lines.scale_dashes": False,
     "svg.fonttype": "none",
     "svg.hashsalt": "bigbatch",
-    "text.color": INK,
+    "text.color": _INK,
     "text.parse_math": False,
-    "xtick.color": INK,
-    "ytick.color": INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
     "xtick.major.width": 0.6,
     "ytick.major.width": 0.6,
 }
@@ -59,7 +59,7 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Look:
-    """How one line or point looks, here and in the legend."""
+    """How a line or a point looks, in the plot and in the legend."""
 
     colour: int
     dash: int = 0
@@ -74,7 +74,7 @@ class Look:
 
     @property
     def glyph(self) -> str:
-        return GLYPHS[self.marker][self.is_hollow]
+        return _GLYPHS[self.marker][self.is_hollow]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Drawing:
-    """The inside of an <svg> element, and the box it fills."""
+    """The content of an <svg> element, and its view box."""
 
     view_box: str
     body: Markup
@@ -108,9 +108,9 @@ def lines(
         drawn = [(curve.look, *curve.points()) for curve in curves]
         for number, (look, xs, ys) in enumerate(drawn):
             is_zero = (ys == 0) & is_log
-            _line(axes, f"line-{number}", look, *thinned(xs[~is_zero], ys[~is_zero]))
+            _line(axes, f"line-{number}", look, *_thinned(xs[~is_zero], ys[~is_zero]))
             if is_zero.any():
-                _zeros(axes, look, thinned(xs[is_zero], ys[is_zero])[0])
+                _zeros(axes, look, _thinned(xs[is_zero], ys[is_zero])[0])
         if is_log:
             _log_axis(axes, np.concatenate([ys[ys > 0] for _, _, ys in drawn]))
         if from_zero:
@@ -123,7 +123,7 @@ def lines(
 
 
 def points(name: str, curves: Sequence[Curve], trends: Sequence[Curve], *, x: str, y: str) -> Drawing:
-    """Points over sizes on a log scale from zero up, with a thin line through those that belong together."""
+    """Points over sizes on a log scale, with a thin line for each trend."""
 
     def paint(axes: Any) -> None:
         sizes = sorted({size for curve in curves for size in curve.xs})
@@ -131,7 +131,7 @@ def points(name: str, curves: Sequence[Curve], trends: Sequence[Curve], *, x: st
         for trend in trends:
             order = np.argsort(np.asarray(trend.xs), kind="stable")
             xs, ys = np.asarray(trend.xs, dtype=float)[order], np.asarray(trend.ys, dtype=float)[order]
-            axes.plot(xs, ys, color=INK, alpha=0.35, linewidth=0.8, zorder=1)
+            axes.plot(xs, ys, color=_INK, alpha=0.35, linewidth=0.8, zorder=1)
         for number, curve in enumerate(curves):
             colour = _COLOURS[curve.look.colour]
             axes.plot(
@@ -166,7 +166,7 @@ def _zeros(axes: Any, look: Look, xs: np.ndarray) -> None:
 
 
 def _log_axis(axes: Any, ys: np.ndarray) -> None:
-    """Whole decades, with one to spare below for the zeros, so that there is always a labelled tick."""
+    """Shows whole decades, so that a tick has a label, and one more at the bottom for the zeros."""
     lowest, highest = np.log10(ys.min()), np.log10(ys.max())
     axes.set_yscale("log")
     axes.set_ylim(10.0 ** max(math.floor(lowest) - 1, -307), 10.0 ** (math.floor(highest) + 1))
@@ -175,7 +175,7 @@ def _log_axis(axes: Any, ys: np.ndarray) -> None:
 
 
 def _spaced(sizes: Sequence[float]) -> list[float]:
-    """The sizes, less those whose labels would run into their neighbours'."""
+    """The sizes, without those whose labels would overlap."""
     apart = max(1.15, (sizes[-1] / sizes[0]) ** (1 / 9))
     kept = [sizes[0]]
     for size in sizes[1:]:
@@ -184,8 +184,8 @@ def _spaced(sizes: Sequence[float]) -> list[float]:
     return kept
 
 
-def thinned(xs: np.ndarray, ys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """No more than MAX_POINTS: of each stretch the lowest and the highest, so that no spike is lost."""
+def _thinned(xs: np.ndarray, ys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most MAX_POINTS: the lowest and the highest of each stretch, so that no spike is lost."""
     if len(xs) <= MAX_POINTS:
         return xs, ys
     stretches = np.array_split(np.arange(len(xs)), MAX_POINTS // 2)
@@ -196,7 +196,7 @@ def thinned(xs: np.ndarray, ys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _drawn(name: str, paint: Callable[[Any], None]) -> Drawing:
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # a matplotlibrc of the user's shall not change the report
+        matplotlib.rcdefaults()  # the user's matplotlibrc must not change the report
         matplotlib.rcParams.update(_STYLE)
         figure = Figure(figsize=(4.6, 3.0), layout="constrained")
         paint(figure.subplots())
@@ -206,7 +206,7 @@ def _drawn(name: str, paint: Callable[[Any], None]) -> Drawing:
 
 
 def _embedded(name: str, svg: str) -> Drawing:
-    """What matplotlib wrote, without what belongs to a file of its own."""
+    """The SVG without the parts that belong to a separate file, with the colours of the page."""
     opening = re.search(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', svg)
     if opening is None:
         raise AssertionError("matplotlib wrote an SVG without a viewBox")
@@ -214,4 +214,4 @@ def _embedded(name: str, svg: str) -> Drawing:
     body = re.sub(r"<metadata>.*?</metadata>|<style .*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
     body = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", body)
     body = re.sub(r"#0a0b(\d\d)", lambda found: f"var(--series-{int(found[1])})", body)
-    return Drawing(opening[1], Markup(body.replace(INK, "currentColor").strip()))
+    return Drawing(opening[1], Markup(body.replace(_INK, "currentColor").strip()))

@@ -2,19 +2,19 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...core.verify.result import Verification
+from ..summary import FullBatch, Summary
 from .run import Run
 from .text import Number, count, difference, duration, exact, number, rate, size, times
 
-NUM_ERRORS_SHOWN = 20
-
 
 @dataclass(frozen=True)
-class Cell:
-    """A figure in words; where it is a number, also its name in summary.json and its exact value."""
+class _Cell:
+    """A figure in words. If it is a number, the cell also has its place in summary.json and its exact value."""
 
     text: str
     key: str = ""
@@ -24,171 +24,179 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One figure of all columns; without cells it is the heading of the rows below it."""
+class _Row:
+    """One figure for every column; without cells it is the heading of the rows below it."""
 
     label: str
-    cells: tuple[Cell, ...] = ()
+    cells: tuple[_Cell, ...] = ()
 
 
 @dataclass(frozen=True)
 class Table:
-    """Columns and rows; the first column holds the labels."""
+    """Columns and rows. The first column has the labels and no name."""
 
     columns: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[_Row, ...]
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The verification of one run: a sentence, the errors from the largest on, and the causes."""
+class _Verdict:
+    """The verification of one run: a sentence, and the errors from the largest on."""
 
     run: str
+    found: Verification
     sentence: str
-    errors: tuple[Cell, ...]
-    more: tuple[Cell, ...]
-    causes: tuple[str, ...]
-    is_exact: bool
+    errors: list[_Cell]
 
 
-# Name in summary.json, label, how it is written.
-RESULTS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("seconds", "Time", duration),
-    ("samples_per_second", "Samples a second", rate),
-    ("peak_bytes", "Peak memory", size),
-)
+@dataclass(frozen=True)
+class _Measure:
+    """A figure that accumulated and full-batch training both have.
+
+    Args:
+        key: Its place in summary.json: the name of a field, or "scores." and the name of a score.
+        label: Its name in a table.
+        write: Writes its value; None is "not known".
+    """
+
+    key: str
+    label: str
+    write: Callable[[Any], str]
+
+    def value(self, result: Summary | FullBatch) -> Any:
+        name, _, score = self.key.partition(".")  # the name of a score may have dots
+        return result.scores.get(score) if score else getattr(result, name)
+
+    def text(self, result: Summary | FullBatch) -> str:
+        return self.write(self.value(result))
+
+    def cell(self, run: str, result: Summary | FullBatch) -> _Cell:
+        prefix = "full_batch." if isinstance(result, FullBatch) else ""
+        return _cell(run, prefix + self.key, self.value(result), self.write)
+
+
 FACTS = (
     ("batch_size", "Batch"),
     ("micro_batch_size", "Micro-batch"),
-    ("num_micro_batches", "Micro-batches a step"),
+    ("num_micro_batches", "Micro-batches per step"),
     ("num_steps", "Steps"),
     ("num_epochs", "Epochs"),
     ("num_samples", "Samples seen"),
 )
+_DISTANCES = (
+    ("max_weight_difference", "Largest difference of a weight"),
+    ("max_loss_difference", "Largest difference of a step's loss"),
+)
+
+
+def measures(summaries: Sequence[Summary]) -> list[_Measure]:
+    """Loss, held-out scores, time, speed and memory."""
+    scores = dict.fromkeys(score for summary in summaries for score in summary.scores)
+    return [
+        _Measure("loss", "Loss of the last epoch", number),
+        *(_Measure(f"scores.{score}", f"Held-out {score}", number) for score in scores),
+        _Measure("seconds", "Time", duration),
+        _Measure("samples_per_second", "Samples per second", rate),
+        _Measure("peak_bytes", "Peak memory", size),
+    ]
 
 
 def figures(names: Sequence[str], runs: Sequence[Run]) -> Table:
     """One run: accumulated beside the full batch. Several: one column for each."""
-    return _of_one(names[0], runs[0]) if len(runs) == 1 else _of_several(names, runs)
+    return _figures_of_one(names[0], runs[0]) if len(runs) == 1 else _figures_of_several(names, runs)
 
 
-def _of_one(name: str, run: Run) -> Table:
-    summary, full_batch = run.summary, run.summary["full_batch"]
-    has_full_batch = run.full_batch is not None
-    rows = []
-    for key, label, write in _compared([summary]):
-        ours, theirs = _at(summary, key), _at(full_batch, key)
-        cells = [_cell(name, key, ours, write)]
-        if has_full_batch:
-            cells += [_cell(name, f"full_batch.{key}", theirs, write), _difference(name, key, ours, theirs)]
-        rows.append(Row(label, tuple(cells)))
-    columns = ("Accumulated", "Full batch", "Difference") if has_full_batch else ("Accumulated",)
-    return Table(columns, tuple(rows))
+def _figures_of_one(name: str, run: Run) -> Table:
+    summary, full = run.summary, run.summary.full_batch
+    if full is None or not full.is_finished:
+        rows = tuple(_Row(measure.label, (measure.cell(name, summary),)) for measure in measures([summary]))
+        return Table(("Accumulated",), rows)
+    rows = tuple(
+        _Row(each.label, (each.cell(name, summary), each.cell(name, full), _difference(name, each, summary, full)))
+        for each in measures([summary])
+    )
+    return Table(("Accumulated", "Full batch", "Difference"), rows)
 
 
-def distances(names: Sequence[str], runs: Sequence[Run]) -> Table:
-    """How far one run ended from its full batch; of several runs the figures have it."""
-    found = _comparison(names[0], runs[0]) if len(runs) == 1 else []
-    return Table(("Accumulated against full batch",), tuple(Row(label, (cell,)) for label, cell in found))
-
-
-def _of_several(names: Sequence[str], runs: Sequence[Run]) -> Table:
+def _figures_of_several(names: Sequence[str], runs: Sequence[Run]) -> Table:
     summaries = [run.summary for run in runs]
-    rows = [Row("What was trained")]
-    for key, label in (("task", "Task"), ("framework", "Framework"), ("device", "Device"), ("status", "Status")):
-        rows.append(Row(label, tuple(Cell(summary[key]) for summary in summaries)))
+    pairs = list(zip(names, summaries, strict=True))
+    rows = [_Row("What was trained")]
+    for key in ("task", "framework", "device", "status"):
+        rows.append(_Row(key.capitalize(), tuple(_Cell(getattr(summary, key)) for summary in summaries)))
     for key, label in FACTS:
-        rows.append(Row(label, tuple(_cell(n, key, s[key], number) for n, s in zip(names, summaries, strict=True))))
-    compared = _compared(summaries)
-    rows.append(Row("Accumulated"))
-    for key, label, write in compared:
-        cells = tuple(_cell(n, key, _at(s, key), write) for n, s in zip(names, summaries, strict=True))
-        rows.append(Row(label, cells))
+        rows.append(_Row(label, tuple(_cell(name, key, getattr(found, key), number) for name, found in pairs)))
+    rows.append(_Row("Accumulated"))
+    rows += [_Row(each.label, tuple(each.cell(*pair) for pair in pairs)) for each in measures(summaries)]
     if any(run.full_batch for run in runs):
-        rows.append(Row("Full batch"))
-        for key, label, write in compared:
-            cells = tuple(
-                _cell(name, f"full_batch.{key}", _at(run.summary["full_batch"], key), write)
-                if run.full_batch
-                else Cell("not trained" if run.summary["full_batch"] is None else "did not finish")
-                for name, run in zip(names, runs, strict=True)
-            )
-            rows.append(Row(label, cells))
-        rows.append(Row("Difference"))
-        columns = [dict(_comparison(name, run)) for name, run in zip(names, runs, strict=True)]
-        for label in ("Largest difference of a weight", "Largest difference of a step's loss"):
-            rows.append(Row(label, tuple(column.get(label, Cell("not compared")) for column in columns)))
+        rows.append(_Row("Full batch"))
+        for each in measures(summaries):
+            rows.append(_Row(each.label, tuple(_full_batch_cell(name, each, found) for name, found in pairs)))
+        rows.append(_Row("Difference"))
+        rows += [_Row(label, tuple(_distance(*pair, key) for pair in pairs)) for key, label in _DISTANCES]
     return Table(tuple(names), tuple(rows))
 
 
-def _compared(summaries: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Callable[[Any], str]]]:
-    """What accumulated and full batch both have: loss, held-out scores, time, speed, memory."""
-    scores = dict.fromkeys(score for summary in summaries for score in summary["scores"])
-    held_out = [(f"scores.{score}", f"Held-out {score}", number) for score in scores]
-    return [("loss", "Loss of the last epoch", number), *held_out, *RESULTS]
+def distances(names: Sequence[str], runs: Sequence[Run]) -> Table:
+    """How far one run ended from its full batch; for several runs `figures` has it."""
+    has_rows = len(runs) == 1 and runs[0].summary.comparison is not None
+    rows = [_Row(label, (_distance(names[0], runs[0].summary, key),)) for key, label in _DISTANCES if has_rows]
+    return Table(("Accumulated against full batch",), tuple(rows))
 
 
-def _comparison(name: str, run: Run) -> list[tuple[str, Cell]]:
-    comparison = run.summary["comparison"]
+def _cell(run: str, key: str, value: Number | None, write: Callable[[Any], str]) -> _Cell:
+    return _Cell(write(value), key, exact(value), run)
+
+
+def _full_batch_cell(run: str, measure: _Measure, summary: Summary) -> _Cell:
+    if summary.full_batch is None:
+        return _Cell("not trained")
+    return measure.cell(run, summary.full_batch) if summary.full_batch.is_finished else _Cell("did not finish")
+
+
+def _distance(run: str, summary: Summary, key: str) -> _Cell:
+    comparison = summary.comparison
     if comparison is None:
-        return []
-    weight = _cell(name, "comparison.max_weight_difference", comparison["max_weight_difference"], difference)
-    if comparison["worst_weight"]:
-        weight = Cell(weight.text, weight.key, weight.value, name, f"relative, in {comparison['worst_weight']}")
-    loss = _cell(name, "comparison.max_loss_difference", comparison["max_loss_difference"], difference)
-    return [("Largest difference of a weight", weight), ("Largest difference of a step's loss", loss)]
+        return _Cell("not compared")
+    value, is_of_weight = getattr(comparison, key), key == "max_weight_difference"
+    note = f"relative, in {comparison.worst_weight}" if is_of_weight and comparison.worst_weight else ""
+    return _Cell(difference(value), f"comparison.{key}", exact(value), run, note)
 
 
-def _at(summary: Mapping[str, Any] | None, key: str) -> Any:
-    """The value at 'scores.accuracy'; None where there is none. A score's own name may hold dots."""
-    if summary is None:
-        return None
-    first, _, rest = key.partition(".")
-    return (summary[first] or {}).get(rest) if rest else summary[first]
-
-
-def _cell(run: str, key: str, value: Number | None, write: Callable[[Any], str]) -> Cell:
-    return Cell("not known" if value is None else write(value), key, "null" if value is None else exact(value), run)
-
-
-def _difference(run: str, key: str, ours: Number | None, theirs: Number | None) -> Cell:
+def _difference(run: str, measure: _Measure, summary: Summary, full: FullBatch) -> _Cell:
     """Losses and scores are subtracted; times, speeds and sizes divided."""
+    ours, theirs = measure.value(summary), measure.value(full)
     if ours is None or theirs is None or not (math.isfinite(ours) and math.isfinite(theirs)):
-        return Cell("not comparable")
-    if key == "loss" or key.startswith("scores."):
+        return _Cell("not comparable")
+    if measure.key == "loss" or measure.key.startswith("scores."):
         distance = ours - theirs
         text = "none" if distance == 0 else f"{distance:+.1e}"
-        return Cell(text, f"difference.{key}", exact(distance), run)
+        return _Cell(text, f"difference.{measure.key}", exact(distance), run)
     if theirs <= 0:
-        return Cell("not comparable")
-    return Cell(times(ours / theirs), f"ratio.{key}", exact(ours / theirs), run)
+        return _Cell("not comparable")
+    return _Cell(times(ours / theirs), f"ratio.{measure.key}", exact(ours / theirs), run)
 
 
-def verifications(names: Sequence[str], runs: Sequence[Run]) -> list[Verdict]:
+def verifications(names: Sequence[str], runs: Sequence[Run]) -> list[_Verdict]:
     """The verification of each run that has one."""
-    pairs = [(name, run.summary["verification"]) for name, run in zip(names, runs, strict=True)]
-    return [_verdict(name, found) for name, found in pairs if found is not None]
-
-
-def _verdict(name: str, found: Mapping[str, Any]) -> Verdict:
-    sentence = (
-        f"among {count(len(found['errors']), 'parameter')} the largest error of the gradient is "
-        f"{difference(found['max_error'])}, that of the whole gradient {difference(found['total_error'])}, "
-        f"and {difference(found['tolerance'])} is allowed."
-    )
-    ordered = sorted(found["errors"].items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
-    cells = tuple(Cell(difference(error), parameter, exact(error), name) for parameter, error in ordered)
-    shown, more = cells[:NUM_ERRORS_SHOWN], cells[NUM_ERRORS_SHOWN:]
-    return Verdict(name, sentence, shown, more, tuple(found["causes"]), found["is_exact"])
+    verdicts = []
+    for name, run in zip(names, runs, strict=True):
+        if (found := run.summary.verification) is not None:
+            sentence = (
+                f"among {count(len(found.errors), 'parameter')} the largest error of the gradient is "
+                f"{difference(found.max_error)}, that of the whole gradient {difference(found.total_error)}, "
+                f"and {difference(found.tolerance)} is allowed."
+            )
+            errors = sorted(found.errors.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
+            cells = [_Cell(difference(error), parameter, exact(error), name) for parameter, error in errors]
+            verdicts.append(_Verdict(name, found, sentence, cells))
+    return verdicts
 
 
 def configuration(names: Sequence[str], runs: Sequence[Run]) -> Table:
     """Every option of every run as config.toml has it."""
     options = dict.fromkeys(option for run in runs for option in run.config)
-    rows = [
-        Row(option, tuple(Cell(_option(run.config[option]) if option in run.config else "not given") for run in runs))
-        for option in options
-    ]
+    rows = [_Row(each, tuple(_Cell(_option(run.config.get(each, "not given"))) for run in runs)) for each in options]
     return Table(tuple(names) if len(runs) > 1 else ("Value",), tuple(rows))
 
 

@@ -1,23 +1,24 @@
-"""The words of a report: numbers as people read them, and sentences about a run."""
+"""How numbers and names are written, on the screen and in a report; and the sentences of a report."""
 
 import json
 import math
 from collections.abc import Sequence
 
+from ..summary import Summary
 from .run import Run
 
 Number = int | float
 
 
-def exact(value: Number) -> str:
-    """The number as summary.json has it."""
-    return json.dumps(value) if math.isfinite(value) else str(float(value))
+def exact(value: Number | None) -> str:
+    """The number as in summary.json."""
+    return json.dumps(value) if value is None or math.isfinite(value) else str(float(value))
 
 
-def number(value: Number | None, unknown: str = "not known") -> str:
-    """Six digits, which tell two losses apart; a missing or non-finite number in words."""
+def number(value: Number | None) -> str:
+    """Six digits, which are enough to tell two losses apart; a missing or non-finite number in words."""
     if value is None:
-        return unknown
+        return "not known"
     if math.isnan(value):
         return "not a number"
     if math.isinf(value):
@@ -26,7 +27,7 @@ def number(value: Number | None, unknown: str = "not known") -> str:
 
 
 def difference(value: Number) -> str:
-    """The size of a difference, where two digits are enough."""
+    """The size of a difference, with two digits."""
     if value == 0:
         return "0"
     return f"{value:.1e}" if math.isfinite(value) else number(value)
@@ -49,7 +50,7 @@ def rate(samples_per_second: Number | None) -> str:
 
 
 def unit_of(num_bytes: Number) -> tuple[str, int]:
-    """The unit in which a size has few digits, and its bytes."""
+    """The largest unit that fits, and its number of bytes."""
     units = [("B", 0), ("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40)]
     name, power = [unit for unit in units if abs(num_bytes) >= 2 ** unit[1] or unit[1] == 0][-1]
     return name, int(2**power)
@@ -77,29 +78,28 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def headline(run: Run) -> str:
-    """What was trained, and how far from the full batch it came out."""
-    summary = run.summary
-    is_even = summary["batch_size"] == summary["num_micro_batches"] * summary["micro_batch_size"]
+def headline(summary: Summary) -> str:
+    """What was trained, and how far it ended from full-batch training."""
+    is_even = summary.batch_size == summary.num_micro_batches * summary.micro_batch_size
     batch = (
-        f"a batch of {summary['batch_size']:,} in {count(summary['num_micro_batches'], 'micro-batch')} of "
-        f"{'' if is_even else 'at most '}{summary['micro_batch_size']:,}"
+        f"a batch of {summary.batch_size:,} in {count(summary.num_micro_batches, 'micro-batch')} of "
+        f"{'' if is_even else 'at most '}{summary.micro_batch_size:,}"
     )
-    ended = "" if summary["status"] == "finished" else f", then {summary['status']}"
-    steps = count(summary["num_steps"], "step")
-    return f"{summary['task']} on {summary['framework']}: {steps} with {batch}{ended}; {verdict(run)}"
+    ended = "" if summary.status == "finished" else f", then {summary.status}"
+    steps = count(summary.num_steps, "step")
+    return f"{summary.task} on {summary.framework}: {steps} with {batch}{ended}; {_verdict(summary)}"
 
 
-def verdict(run: Run) -> str:
+def _verdict(summary: Summary) -> str:
     """How far the weights are from those of the full batch, or why that is not known."""
-    full_batch, comparison = run.summary["full_batch"], run.summary["comparison"]
+    full_batch, comparison = summary.full_batch, summary.comparison
     if full_batch is None:
         return "it was not compared with full-batch training"
-    if full_batch["status"] != "finished":
-        return f"full-batch training {full_batch['status']}, so there is nothing to compare with"
+    if not full_batch.is_finished:
+        return f"full-batch training {full_batch.status}, so there is nothing to compare with"
     if comparison is None:
         return "the weights were not compared with those of full-batch training"
-    distance = comparison["max_weight_difference"]
+    distance = comparison.max_weight_difference
     if distance == 0:
         return "the weights are exactly those of full-batch training"
     if not math.isfinite(distance):
@@ -109,20 +109,20 @@ def verdict(run: Run) -> str:
 
 def remarks(run: Run) -> list[str]:
     """What a reader should know before trusting the figures."""
-    summary, full_batch = run.summary, run.summary["full_batch"]
+    summary, full_batch = run.summary, run.summary.full_batch
     found = []
-    if summary["status"] != "finished":
-        steps = count(summary["num_steps"], "step")
-        found.append(f"The run was {summary['status']} after {steps}: its figures are of that point.")
-    if summary["loss"] is not None and not math.isfinite(summary["loss"]):
-        found.append(f"The loss of the last epoch is {number(summary['loss'])}: the training did not converge.")
-    num_skipped = sum(not record["is_applied"] for record in run.records)
+    if summary.status != "finished":
+        steps = count(summary.num_steps, "step")
+        found.append(f"The run was {summary.status} after {steps}: the figures are from that point.")
+    if summary.loss is not None and not math.isfinite(summary.loss):
+        found.append(f"The loss of the last epoch is {number(summary.loss)}: the training did not converge.")
+    num_skipped = sum(not record.is_applied for record in run.records)
     if num_skipped:
         found.append(
             f"{num_skipped:,} of {count(len(run.records), 'step')} left the weights alone, "
             "since the gradient was not finite or the batch had no weight."
         )
-    if full_batch is not None and full_batch["status"] != "finished":
-        reason = (full_batch["reason"] or "no reason was recorded").strip().rstrip(".")
-        found.append(f"Full-batch training {full_batch['status']}: {reason}.")
+    if full_batch is not None and not full_batch.is_finished:
+        reason = (full_batch.reason or "no reason was recorded").strip().rstrip(".")
+        found.append(f"Full-batch training {full_batch.status}: {reason}.")
     return found

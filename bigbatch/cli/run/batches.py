@@ -1,4 +1,4 @@
-"""The batches of a run, which draw from random numbers of their own."""
+"""The batches of a run, with random numbers of their own."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,24 +8,24 @@ from ..config import Config
 from ..task import Task
 from .randomness import Stream
 
-_OWN_SEQUENCE = 2**31
-"""Added to the seed: batches and weights drawn from the same numbers would have something in common."""
+_SEED_OFFSET = 2**31
+"""Added to the seed, so that batches and initial weights are not drawn from the same numbers."""
 
 
 class Batches:
     """The batches of one epoch, each with whether it is the last. Iterate again for the next epoch.
 
-    The batch that follows is drawn before one is given out: how else would one know which is the last. Nobody notices
-    what batches draw, and they do not notice what a model draws, so they can be repeated without the steps between.
+    Batches draw from a stream of random numbers that the model does not share, so they can be repeated without
+    repeating the steps between them. Each batch is drawn one ahead, to know which one is the last.
 
     Args:
-        task: The task that has them.
+        task: The task that makes them.
         config: Its batch size and seed.
     """
 
     def __init__(self, task: Task, config: Config) -> None:
         self.task = task
-        self.stream = Stream((config.seed + _OWN_SEQUENCE) % 2**32)
+        self.stream = Stream((config.seed + _SEED_OFFSET) % 2**32)
         self._options = {"batch_size": config.batch_size, "seed": config.seed}
         self._epoch = 0
 
@@ -34,7 +34,7 @@ class Batches:
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
-        drawn = self._drawn()
+        drawn = self._draw()
         try:
             batch = next(drawn)
         except StopIteration:
@@ -44,12 +44,12 @@ class Batches:
             batch = following
         yield batch, True
 
-    def _drawn(self) -> Iterator[Any]:
-        drawn = self.task.epoch(epoch=self._epoch, **self._options)
+    def _draw(self) -> Iterator[Any]:
+        batches = self.task.epoch(epoch=self._epoch, **self._options)
         while True:
             with self.stream.flowing():
                 try:
-                    batch = next(drawn)
+                    batch = next(batches)
                 except StopIteration:
                     return
             yield batch

@@ -1,7 +1,7 @@
-"""The checkpoints of a run: the loop of `core/checkpoint`, with what only the command line knows."""
+"""The checkpoints of a run: those of `core/checkpoint`, with the state of the engine and the progress of the run."""
 
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from ...core.checkpoint.loop import HISTORY, Resumable
@@ -11,26 +11,41 @@ from . import randomness
 from .folder import CHECKPOINTS, RunFolder
 
 
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    num_steps: int = 0
+    num_epochs: int = 0
+    num_samples: int = 0
+    num_applied: int = 0
+    seconds: float = 0.0
+
+
 class RunCheckpoints(Resumable):
-    """Saves the engine, the counts of a run and its history, with the random numbers of every framework in use.
+    """Saves the engine, the progress and the history of a run, with the random numbers of every framework in use.
 
     Args:
         folder: The run folder.
         engine: What trains.
         config: How often to save.
-        counts: The counts of the run by name; changed in place when a checkpoint is loaded.
-        is_read_only: Whether to leave the saving to another rank.
+        done: How far the run has come. It is changed in place when a checkpoint is loaded.
+        is_read_only: Whether another rank does the saving.
     """
 
     def __init__(
-        self, folder: RunFolder, engine: Engine, config: Config, counts: dict[str, Any], *, is_read_only: bool
+        self, folder: RunFolder, engine: Engine, config: Config, done: Progress, *, is_read_only: bool
     ) -> None:
-        path: Path = folder.path / CHECKPOINTS
-        super().__init__(path, every=config.checkpoint_every, to_array=engine.to_array, from_array=engine.from_array)
-        self._folder, self._engine, self._counts = folder, engine, counts
+        super().__init__(
+            folder.path / CHECKPOINTS,
+            every=config.checkpoint_every,
+            to_array=engine.to_array,
+            from_array=engine.from_array,
+        )
+        self._folder, self._engine, self._done = folder, engine, done
         self._store.is_read_only = is_read_only
         self.saved_history = b""
-        """The history as it was when the run was saved."""
+        """The history in the checkpoint that was loaded."""
 
     def restore(self) -> bool:
         """Loads the newest intact checkpoint; False if there is none."""
@@ -48,9 +63,9 @@ class RunCheckpoints(Resumable):
             super().save(wait=wait)
 
     def save_last(self, *, is_in_step: bool) -> None:
-        """Saves what the newest checkpoint does not have yet."""
+        """Saves unless the newest checkpoint is of this step."""
         self.wait()
-        if is_in_step or self._store.newest_step != self._counts["num_steps"]:
+        if is_in_step or self._store.newest_step != self._done.num_steps:
             self.save(wait=True)
 
     @property
@@ -58,19 +73,19 @@ class RunCheckpoints(Resumable):
         """Whether there is a checkpoint to resume from."""
         return self._store.newest_step is not None
 
-    # --- what the loop asks for ------------------------------------------------------------------------------
+    # --- what Resumable asks for -----------------------------------------------------------------------------
 
     def _state(self) -> tuple[Any, Mapping[str, bytes]]:
-        return {"engine": self._engine.state(), "run": dict(self._counts)}, {HISTORY: self._folder.history()}
+        return {"engine": self._engine.state(), "run": dict(vars(self._done))}, {HISTORY: self._folder.history()}
 
     def _load(self, state: Any, files: Mapping[str, bytes]) -> None:
-        counts, history = {name: state["run"][name] for name in self._counts}, files[HISTORY]
+        done, history = {name: state["run"][name] for name in vars(self._done)}, files[HISTORY]
         self._engine.load(state["engine"])
-        self._counts.update(counts)
+        vars(self._done).update(done)
         self.saved_history = history
 
     def _progress(self) -> Any:
-        return self._counts["num_steps"]
+        return self._done.num_steps
 
     def _random(self, data: Any) -> dict[str, Any]:
         return {**randomness.state(), "batches": data.stream.state}

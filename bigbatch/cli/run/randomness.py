@@ -1,4 +1,4 @@
-"""The global random numbers: of Python, of NumPy, and of every framework that is imported."""
+"""The global random numbers of Python, NumPy and every framework that is imported."""
 
 import importlib
 import random
@@ -9,26 +9,26 @@ from typing import Any
 
 import numpy as np
 
-from ...core.checkpoint import random as core_random
+from ...core.checkpoint import random as of_host
 
 
 def state() -> dict[str, Any]:
-    """The state of all of them."""
+    """The state of all global random generators."""
     of_frameworks = {name: each.state() for name, each in _FRAMEWORKS.items() if name in sys.modules}
-    return {**core_random.state(), **of_frameworks}
+    return {**of_host.state(), **of_frameworks}
 
 
 def restore(found: dict[str, Any]) -> None:
-    """Puts them where they were; Python and NumPy last, since frameworks may draw from them when they make theirs."""
+    """Restores what `state` returned; Python and NumPy last, because a framework may draw from them meanwhile."""
     for name, framework in _FRAMEWORKS.items():
         if name in found:
             importlib.import_module(name)
             framework.restore(found[name])
-    core_random.restore(found)
+    of_host.restore(found)
 
 
 def seed(number: int) -> None:
-    """Seeds all of them."""
+    """Seeds all global random generators."""
     random.seed(number)
     np.random.seed(number)
     for name, framework in _FRAMEWORKS.items():
@@ -38,16 +38,16 @@ def seed(number: int) -> None:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """A block whose draws nobody notices."""
-    outside = state()
+    """Restores all global random generators afterwards."""
+    before = state()
     try:
         yield
     finally:
-        restore(outside)
+        restore(before)
 
 
 class Stream:
-    """A sequence of random numbers of its own: what is drawn in it does not depend on what others draw.
+    """A sequence of random numbers that does not depend on what is drawn outside of it.
 
     Args:
         number: Its seed.
@@ -60,7 +60,7 @@ class Stream:
 
     @contextmanager
     def flowing(self) -> Iterator[None]:
-        """A block that draws from it."""
+        """Draws inside come from this stream."""
         with kept():
             restore(self.state)
             try:
@@ -72,15 +72,13 @@ class Stream:
 class _Torch:
     """The generators of the host and of every GPU."""
 
-    @staticmethod
-    def state() -> list[np.ndarray]:
+    def state(self) -> list[np.ndarray]:
         import torch
 
         of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return [each.numpy() for each in (torch.get_rng_state(), *of_devices)]
 
-    @staticmethod
-    def restore(found: list[Any]) -> None:
+    def restore(self, found: list[Any]) -> None:
         import torch
 
         of_host, *of_devices = (torch.from_numpy(np.array(each)) for each in found)
@@ -88,8 +86,7 @@ class _Torch:
         for number, of_device in enumerate(of_devices[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(of_device, number)
 
-    @staticmethod
-    def seed(number: int) -> None:
+    def seed(self, number: int) -> None:
         import torch
 
         torch.manual_seed(number)
@@ -98,67 +95,59 @@ class _Torch:
 class _TensorFlow:
     """The seeds that operations draw, which also order a shuffled dataset; and the global generator.
 
-    TensorFlow 2.21 keeps the former in a Random of Python's and has no public way to it.
+    TensorFlow 2.21 keeps the seeds in a `random.Random` without a public way to it.
     """
 
-    @staticmethod
-    def _parts() -> tuple[Any, Any]:
+    def _generators(self) -> tuple[Any, Any]:
         from tensorflow.python.eager import context
         from tensorflow.python.ops import stateful_random_ops
 
         return getattr(context.context(), "_rng", None), stateful_random_ops.global_generator
 
-    @staticmethod
-    def state() -> list[Any]:
-        drawn, generator = _TensorFlow._parts()
-        return [drawn and drawn.getstate(), None if generator is None else generator.state.numpy()]
+    def state(self) -> list[Any]:
+        seeds, generator = self._generators()
+        return [seeds and seeds.getstate(), None if generator is None else generator.state.numpy()]
 
-    @staticmethod
-    def restore(found: list[Any]) -> None:
+    def restore(self, found: list[Any]) -> None:
         import tensorflow as tf
 
-        of_operations, of_generator = found
-        drawn, _ = _TensorFlow._parts()
-        if of_operations is not None and drawn is not None:
-            drawn.setstate(of_operations)
-        if of_generator is not None:
-            tf.random.get_global_generator().state.assign(np.asarray(of_generator))
+        seeds, _ = self._generators()
+        if found[0] is not None and seeds is not None:
+            seeds.setstate(found[0])
+        if found[1] is not None:
+            tf.random.get_global_generator().state.assign(np.asarray(found[1]))
 
-    @staticmethod
-    def seed(number: int) -> None:
-        drawn, generator = _TensorFlow._parts()
-        if drawn is not None:
-            drawn.seed(number)
+    def seed(self, number: int) -> None:
+        seeds, generator = self._generators()
+        if seeds is not None:
+            seeds.seed(number)
         if generator is not None:
             generator.reset_from_seed(number)
 
 
-class OfKeras:
-    """What random operations without a seed draw from, on any backend; Keras 3.15 has no public way to it."""
+class _Keras:
+    """The generator of random operations without a seed, on any backend. Keras 3.15 has no public way to it."""
 
-    @staticmethod
-    def state() -> np.ndarray | None:
+    def state(self) -> np.ndarray | None:
         from keras.src.backend.common import global_state
 
         generator = global_state.get_global_attribute("global_seed_generator")
         return None if generator is None else np.array(generator.state)
 
-    @staticmethod
-    def restore(found: Any) -> None:
+    def restore(self, found: Any) -> None:
         from keras.src.random.seed_generator import global_seed_generator
 
         if found is not None:
             global_seed_generator().state.assign(np.asarray(found))
 
-    @staticmethod
-    def seed(number: int) -> None:
-        if OfKeras.state() is not None:
-            OfKeras.begin(number)
-
-    @staticmethod
-    def begin(number: int) -> None:
-        """Makes the generator, as the first operation would."""
-        OfKeras.restore(np.array([number % 2**31, 0]))
+    def seed(self, number: int) -> None:
+        if self.state() is not None:
+            seed_keras(number)
 
 
-_FRAMEWORKS: dict[str, Any] = {"torch": _Torch, "tensorflow": _TensorFlow, "keras": OfKeras}
+def seed_keras(number: int) -> None:
+    """Creates Keras's global generator with this seed, or seeds it anew."""
+    _FRAMEWORKS["keras"].restore(np.array([number % 2**31, 0]))
+
+
+_FRAMEWORKS: dict[str, Any] = {"torch": _Torch(), "tensorflow": _TensorFlow(), "keras": _Keras()}

@@ -1,4 +1,4 @@
-"""The processes that torchrun starts to train one model together; here the one that is alone."""
+"""The processes that torchrun starts to train one model together. This file is for one process alone."""
 
 import os
 import sys
@@ -14,13 +14,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-STARTS_OF_TORCHRUN = ("GROUP_", "ROLE_", "TORCHELASTIC_")
-
 
 @dataclass(frozen=True)
 class Ranks:
-    """A run of one process, and what is asked of one of several; torch_ranks.py has those."""
+    """A run of one process. `engines/torch_ranks.py` overrides the methods for several."""
 
     num: int = 1
     rank: int = 0
@@ -28,11 +25,11 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this one writes the run folder and shows the run."""
+        """Whether this process writes the run folder and shows the run."""
         return self.rank == 0
 
     def join(self, device: "torch.device") -> "torch.device":
-        """Meets the others; returns the device of this rank."""
+        """Connects to the other ranks; returns the device of this one."""
         return device
 
     def together(self, model: "nn.Module") -> "nn.Module":
@@ -40,39 +37,38 @@ class Ranks:
         return model
 
     def share(self, batch: Any) -> Any:
-        """The part of a batch that is this rank's; None if there is nothing for it."""
+        """This rank's part of a batch; None if there is none."""
         return batch
 
     def own_random(self, seed: int, step: int) -> AbstractContextManager[None]:
-        """Around a step: its dropout is this rank's own."""
+        """Gives this rank random numbers of its own for a step, as for dropout."""
         return nullcontext()
 
     def agree(self, is_wanted: bool, *of_all: Any) -> bool:
-        """Whether any rank wants it; refuses batches that are not the same on all of them."""
+        """Whether any rank wants it; raises BatchError if `of_all` is not the same on all ranks."""
         return is_wanted
 
     def check_place(self, num_steps: int) -> None:
-        """Refuses to go on if the ranks have not all found the same checkpoint."""
+        """Raises StateError unless all ranks found the same checkpoint."""
 
     def end(self) -> None:
-        """Parts with the others when all went well."""
+        """Disconnects from the other ranks after a successful run."""
 
-    def let_others_speak(self, error: BaseException | None) -> None:
-        """Waits before an error is told: torchrun ends this process if the rank whose error it is ends meanwhile."""
+    def record(self, error: BaseException) -> None:
+        """Writes the error where torchrun looks for the root cause.
+
+        torchrun ends all processes when one ends, so a rank with a later error waits for the rank with the cause.
+        """
         if self.num > 1:
-            time.sleep(10.0 if isinstance(error, RankError) else 0.0 if self.is_first else 3.0)
-
-    def record(self, error: BaseException | None) -> None:
-        """Leaves the error where torchrun looks for what it shows as the root cause."""
-        if self.num > 1 and error is not None:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+            time.sleep(10.0 if isinstance(error, RankError) else 0.0 if self.is_first else 3.0)
             get_error_handler().record_exception(error)
 
     def leave(self, code: int) -> None:
         """Ends the process at once if there are others.
 
-        Else Python would wait for reductions that nobody completes, and gloo abort if it lets go of a tensor meanwhile.
+        Python would wait for reductions that nobody completes, and gloo could abort.
         """
         if self.num > 1:
             sys.stdout.flush()
@@ -93,8 +89,8 @@ def ranks_of(task: Task) -> Ranks:
         return found
     if task.framework != "torch":
         raise OptionError(
-            f"torchrun started {found.num} processes but {task.name} is a task of {task.framework}: "
-            "start it without torchrun, which is for tasks of torch"
+            f"torchrun started {found.num} processes but {task.name} is a task for {task.framework}: "
+            "start it without torchrun, which is for PyTorch tasks"
         )
     from ..engines.torch_ranks import TorchRanks
 
@@ -102,17 +98,13 @@ def ranks_of(task: Task) -> Ranks:
 
 
 def refuse_several(command: str) -> None:
-    """For what one process does."""
+    """Raises OptionError if torchrun started several processes."""
     if (num := here().num) > 1:
-        raise OptionError(
-            f"torchrun started {num} processes but bigbatch {command} needs one: call it without torchrun"
-        )
+        raise OptionError(f"torchrun started {num} processes but bigbatch {command} needs one: run it without torchrun")
 
 
 def environment_of_one() -> dict[str, str]:
-    """The environment for a process that is to be alone."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in OF_TORCHRUN and not name.startswith(STARTS_OF_TORCHRUN)
-    }
+    """The environment for a process that trains alone: without torchrun's variables."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    starts = ("GROUP_", "ROLE_", "TORCHELASTIC_")
+    return {name: value for name, value in os.environ.items() if name not in names and not name.startswith(starts)}

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: Ctrl-C, what a system sends before it kills, and a queue's warning."""
+"""Signals that ask a run to end: Ctrl-C, SIGTERM, and the warning that a job queue sends."""
 
 import os
 import signal
@@ -7,49 +7,53 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from ..errors import code_of_signal
+from ..errors import BY_SIGNAL
 
-SIGNALS = [
+_SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]  # Windows has only the first two
 
 
 class Interruption:
-    """While training: the first signal asks the run to save and end, the same on all ranks; a second ends it at once.
+    """While training: the first signal asks the run to save and end, on all ranks. A second one ends it at once.
 
-    `tell` is called with the first, `leave` before the second ends the process.
+    Args:
+        on_first: Called at the first signal.
+        on_second: Called at the second signal, before the process ends.
     """
 
-    def __init__(self, tell: Callable[[], None], leave: Callable[[], None]) -> None:
-        self._tell, self._leave = tell, leave
+    def __init__(self, on_first: Callable[[], None], on_second: Callable[[], None]) -> None:
+        self._on_first, self._on_second = on_first, on_second
         self._asked: int | None = None
         self.is_agreed = False
+        """Whether all ranks know that the run ends."""
         self._before: dict[int, Any] = {}
 
     @property
     def is_asked(self) -> bool:
+        """Whether this process got a signal."""
         return self._asked is not None
 
     @property
     def code(self) -> int:
-        """With which the process ends."""
-        return code_of_signal(signal.SIGTERM if self._asked is None else self._asked)
+        """The exit code of the process."""
+        return BY_SIGNAL + (signal.SIGTERM if self._asked is None else self._asked)
 
     def __enter__(self) -> "Interruption":
-        if threading.current_thread() is threading.main_thread():  # no other may
-            self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
+        if threading.current_thread() is threading.main_thread():  # Python allows no other
+            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         return self
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.is_asked:
             try:
-                self._leave()
+                self._on_second()
             finally:
-                os._exit(code_of_signal(number))
+                os._exit(BY_SIGNAL + number)
         self._asked = number
-        self._tell()
+        self._on_first()
 
     def __exit__(self, *_: Any) -> None:
-        if self.is_asked or not self.is_agreed:  # else only another rank was asked so far, and this one will be
+        if self.is_asked or not self.is_agreed:  # otherwise another rank got the signal, and this one still will
             for number, before in self._before.items():
                 signal.signal(number, before)

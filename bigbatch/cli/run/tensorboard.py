@@ -1,14 +1,18 @@
-"""TensorBoard's event files, by its own writer."""
+"""TensorBoard event files, written by TensorBoard's own writer."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 from ...core.errors import MissingExtraError
+from ..summary import Record
 
 
 class EventFile:
-    """One scalar a step for each figure."""
+    """An event file with the loss, the gradient norm and the learning rate of each step.
+
+    Args:
+        folder: Where to write it.
+    """
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -20,13 +24,14 @@ class EventFile:
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(folder))
 
-    def add(self, step: int, figures: Mapping[str, float | None]) -> None:
+    def add(self, record: Record) -> None:
+        figures = {"loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr}
         values = [
             self._summary.Value(tag=name, simple_value=value)
             for name, value in figures.items()
             if value is not None and math.isfinite(value)
         ]
-        self._writer.add_event(self._event(step=step, summary=self._summary(value=values)))
+        self._writer.add_event(self._event(step=record.step + 1, summary=self._summary(value=values)))
 
     def close(self) -> None:
         self._writer.close()

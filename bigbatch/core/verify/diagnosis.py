@@ -1,215 +1,308 @@
-"""Why two gradients differ: which mistake fits what was seen.
-
-A gradient that came out of a window is, whatever a loop does to the scale, a mix of the gradients of its
-micro-batches: G = sum_k a_k * g_k. Least squares recover the coefficients a_k, and they name the mistake: all
-equal to 1/K means that somebody divided by the number of micro-batches, all equal to 1 that nobody divided.
-What is left over (the residual) means that G has something in it that no micro-batch has.
-"""
+"""Experiments that show why two gradients differ. No cause is guessed from the difference alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from .loss_kind import Kind, is_same, loss_kind
+from .mix import Mix, explain_loop, unmix
+from .sketch import SIZE, sizes_of, sketch
+from .trial import Array, Gradient, Loop, Rows, Trial
 
-CLOSE = 1e-5  # coefficients come out of a least-squares fit over float64 gradients
-RESIDUAL = 1e-6  # the residual is the root of a difference of squares: half the digits are gone
-TOO_VAGUE = 0.05  # coefficients that rounding moves by so much name no mistake
-
-
-@dataclass(frozen=True)
-class Mix:
-    """A gradient as a mix of the micro-batches' gradients."""
-
-    coefficients: Array
-    residual: float
-    """What the mix does not explain, relative to the gradient."""
-    is_unique: bool
-    """False where the micro-gradients are so alike, or so many, that other coefficients do as well."""
-    gram: Array
-    """Dot products of the micro-gradients with each other."""
-    noise: float = 0.0
-    """How far rounding may move a gradient, relative to its norm."""
-    norms: Array | None = None
-    """Of the micro-gradients, where `gram` is not exact."""
-
-    @property
-    def is_known(self) -> bool:
-        return self.is_unique and self.residual < self.allowed_residual
-
-    @property
-    def is_of_a_mean(self) -> bool:
-        """Whether the gradient of the whole batch can be a weighted mean of these."""
-        return self.is_known and bool(np.isclose(self.coefficients.sum(), 1.0, rtol=self.close))
-
-    @property
-    def allowed_residual(self) -> float:
-        """What rounding alone may leave over."""
-        parts = np.abs(self.coefficients) * np.sqrt(np.diag(self.gram))
-        norm = np.sqrt(max(float(self.coefficients @ self.gram @ self.coefficients), 0.0))
-        allowed: float = max(RESIDUAL, 10 * self.noise * (1 + parts.sum() / norm if norm else 1.0))
-        return allowed
-
-    @property
-    def close(self) -> float:
-        """Coefficients that differ by less, relative to the largest, may be the same."""
-        if not self.noise:
-            return CLOSE
-        norms = np.sqrt(np.diag(self.gram))
-        lowest = np.sqrt(max(float(np.linalg.eigvalsh(self.gram)[0]), 0.0))
-        if not lowest or not np.any(self.coefficients):
-            return 1.0
-        parts = float(np.linalg.norm(self.coefficients * norms))
-        larger = self.noise * parts / lowest / np.abs(self.coefficients).max()
-        return max(CLOSE, 10 * float(larger))
+_EPSILON32 = 2.0**-23
+_Halves = tuple[list[int], list[int]]  # two groups of micro-batches
 
 
-def unmix(products: Array, noise: float = 0.0) -> Mix:
-    """The mix, from the dot products of [g_1, …, g_K, G] with each other; `noise` is as in `Mix`."""
-    gram, against, square = products[:-1, :-1], products[:-1, -1], float(products[-1, -1])
-    eigenvalues = np.linalg.eigvalsh(gram)
-    coefficients = np.asarray(np.linalg.lstsq(gram, against, rcond=1e-13)[0], np.float64)
-    left = square - 2 * float(coefficients @ against) + float(coefficients @ gram @ coefficients)
-    residual = float(np.sqrt(max(left, 0.0) / square)) if square else 0.0
-    mix = Mix(coefficients, residual, bool(eigenvalues[0] > 1e-10 * eigenvalues[-1]), gram, noise)
-    if mix.is_unique and noise and mix.close > TOO_VAGUE:
-        return replace(mix, is_unique=False)
-    return mix
+class Experiments:
+    """Tries the loss on other samples, or the loop on another order, to see which cause fits."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self.epsilon = trial.epsilon
+        """Larger than the trial's if part of the model turns out to compute in float32."""
+        self._all_rows = sorted(chain.from_iterable(trial.parts))
+        gradient, loss = trial.of(self._all_rows)
+        self._sizes = sizes_of(gradient)
+        whole = self._sketch(gradient)
+        self._loss_unit = float(np.linalg.norm(whole)) / abs(loss or 1.0) or 1.0
+        whole = np.append(whole, loss * self._loss_unit)
+        first, again = self._sketch(trial.full()), self._sketch(trial.full())  # traced anew, where a framework traces
+        close = 1e-3 if trial.epsilon > 1e-10 else 1e-6
+        self.is_repeatable = not np.isfinite(first).all() or is_same(first, again, close)
+        own, moved = 8 * max(trial.epsilon, _epsilon_in(gradient)), np.inf
+        with suppress(Exception):  # a loss may refuse samples in another order
+            shuffled = np.random.default_rng(0).permutation(self._all_rows).tolist()
+            moved = float(np.linalg.norm(self._of(shuffled) - whole) / (np.linalg.norm(whole) or 1.0))
+        self.noise = max(own, moved) if moved < 1e-4 else own  # more than that is no rounding: the order matters
+        self._close = max(1e-9, 20 * self.noise)
+
+    def obstacle(self) -> str | None:
+        """Why no experiment would show anything, or None."""
+        if not self.is_repeatable:
+            return (
+                "the loss gives another gradient each time it is called with the same batch (it keeps a state, or "
+                "draws from a random generator of its own), so nothing can be compared: make it repeatable"
+            )
+        if self.noise > 1e-2:
+            return "rounding in this precision is too coarse to tell the cause: compare in float32 or float64"
+        return None
+
+    def _of(self, rows: Rows, term: int | None = None) -> Array:
+        """The gradient with the loss behind it, scaled to the gradient's norm: the same laws hold for both."""
+        gradient, loss = self.trial.of(rows, term)
+        return np.append(self._sketch(gradient), loss * self._loss_unit)
+
+    def _sketch(self, gradient: Gradient) -> Array:
+        self._sizes = self._sizes | sizes_of(gradient)  # another cut of the batch may reach other parameters
+        return sketch(gradient, self._sizes)
+
+    # --- the loss --------------------------------------------------------------------------------------------
+
+    def of_loss(self, full: Gradient, accumulated: Gradient) -> list[str]:
+        """Why accumulation is not exact: the layers, a state that passes change, the loss or its weight."""
+        trial = self.trial
+        whole, ours = self._sketch(full), self._sketch(accumulated)
+        if not np.isfinite(whole).all():
+            return ["the gradient of the whole batch is not finite"]
+        causes = trial.layer_causes()
+        if trial.is_random or not self._adds_up():
+            with trial.quiet():
+                return causes + self._terms()
+        if is_same(whole, ours, self._close):
+            return [*causes, self._rounding(whole, ours)]
+        names = ", ".join(trial.carried_over()) or "a state of the model or of the loss"
+        return [
+            *causes,
+            f"a pass changes what the next one sees ({names}): each micro-batch from the same start adds up to "
+            "the full batch, one after the other they do not",
+        ]
+
+    def _rounding(self, whole: Array, ours: Array) -> str:
+        error = float(np.linalg.norm(whole - ours) / (np.linalg.norm(whole) or 1.0))
+        cause = (
+            f"a difference of {error:.0e} is the size of rounding (the same samples in another order change the "
+            f"gradient by {self.noise:.0e})"
+        )
+        if not 1e-12 < self.noise < 1e-4:
+            return cause
+        self.epsilon = max(_EPSILON32, self.trial.epsilon)
+        return f"{cause}: something in the model or the loss computes in float32"
+
+    def _adds_up(self) -> bool:
+        """Whether the micro-batches, each from the same start, add up to the whole batch."""
+        right = self.trial.right_scales()
+        whole = ours = np.zeros(1)
+        for number, scales in enumerate(right.T):
+            term = number if right.shape[1] > 1 else None
+            whole = whole + self._of(self._all_rows, term)
+            for part, scale in zip(self.trial.parts, scales, strict=True):
+                if scale:
+                    ours = ours + scale * self._of(part, term)
+        return is_same(ours[:-1], whole[:-1], self._close)
+
+    def _terms(self) -> list[str]:
+        """What is wrong with the loss or its weight, term by term."""
+        self.trial.full()  # records the random draws of this mode
+        columns = self.trial.right_scales().T
+        if len(columns) == 1:
+            cause = self._term(None, columns[0])
+            return [cause] if cause else []
+        causes = [self._term(number, right) for number, right in enumerate(columns)]
+        return [f"term {number} of {len(causes)}: {cause}" for number, cause in enumerate(causes, 1) if cause]
+
+    def _term(self, term: int | None, right: Array) -> str | None:
+        trial = self.trial
+        micro = [self._of(part, term) for part in trial.parts]
+        finite = [k for k, g in enumerate(micro) if np.isfinite(g).all()]
+        if missing := [k for k in range(len(micro)) if k not in finite and right[k]]:
+            what = "gradient" if np.isfinite([micro[k][-1] for k in missing]).all() else "loss"
+            return (
+                f"the {what} of micro-batch {_listed(missing)} alone is not finite, that of "
+                "the whole batch is: a mean over nothing is 0/0 (for a micro-batch without a label let `weight` return "
+                "0), and so is the gradient of a standard deviation of one sample"
+            )
+        whole = self._of(self._all_rows, term)
+        if len(finite) < 2:
+            return None
+        if is_same(np.sum([right[k] * micro[k] for k in finite], axis=0)[:-1], whole[:-1], self._close):
+            return None
+        mix = self._mix([micro[k] for k in finite], whole)
+        try:
+            kind, ratio, halves = self._kind(finite, micro, mix, term)
+        except Exception as error:
+            return (
+                "the loss of the whole batch is not the mean of those of its micro-batches, weighted as `weight` says; "
+                f"why could not be found out, because the loss refuses other batches ({error})"
+            )
+        if kind == "mean":
+            if trial.reduction == "sum":
+                return 'the loss is a mean but reduction="sum" adds it up: pass reduction="mean", or add up in the loss'
+            if mix.is_known and np.all(mix.coefficients >= -mix.close):
+                return _disagrees(np.abs(mix.coefficients), right[finite])
+            ours = np.array([right[half].sum() for half in halves])
+            first, second = map(_listed, map(sorted, halves))
+            return _disagrees(np.array([1, ratio]), ours, f"its micro-batches {first} against {second} with")
+        if kind == "sum" and trial.reduction == "sum":
+            return None
+        if kind in ("coupled", "unclear"):
+            if trial.is_random:
+                return None
+            if elsewhere := trial.cut_elsewhere(self._is_mean):
+                return elsewhere
+            losses = np.array([micro[k][-1] for k in finite])
+            if is_same(right[finite] @ losses, whole[-1], self._close) and not is_same(losses, losses.mean(), 1e-3):
+                return (
+                    "the losses of the micro-batches add up to that of the whole batch, but their gradients do not: "
+                    "something in the backward pass sees the micro-batch instead of the batch (a hook on an activation "
+                    "that clamps, a backward function of your own that normalises, an embedding with "
+                    "scale_grad_by_freq)"
+                )
+        return _CAUSES[kind]
+
+    def _kind(self, finite: list[int], micro: list[Array], mix: Mix, term: int | None) -> tuple[Kind, float, _Halves]:
+        """The kind of loss that the first telling grouping shows; raises the loss's error if it refuses all of them."""
+        by_loss = sorted(finite, key=lambda k: micro[k][-1])  # groups as different as can be show most
+        middle = -(-len(by_loss) // 2)
+        groupings = (by_loss[:middle], by_loss[middle:]), (by_loss[::2], by_loss[1::2]), (by_loss[:1], by_loss[-1:])
+        vague: tuple[Kind, float, _Halves] | None = None
+        refusal: Exception | None = None
+        for halves in groupings:
+            a, b = (list(chain.from_iterable(self.trial.parts[k] for k in half)) for half in halves)
+            try:
+                kind, ratio = loss_kind(lambda p, q: self._of(a * p + b * q, term), self.noise)  # noqa: B023
+            except Exception as error:  # a loss may refuse more samples than the batch has
+                refusal = error
+                continue
+            if kind == "mean" and mix.is_unique and not mix.is_of_a_mean:  # these groups are alike, others are not
+                kind = "coupled"
+            if kind not in ("coupled", "unclear"):
+                return kind, ratio, halves
+            vague = vague or (kind, ratio, halves)
+        if vague is None and refusal is not None:
+            raise refusal
+        return vague or ("coupled", np.nan, groupings[0])
+
+    def _is_mean(self, whole: Gradient, first: Gradient, second: Gradient) -> bool:
+        """Whether a gradient lies between two others."""
+        of_all, one, other = map(self._sketch, (whole, first, second))
+        away, along = of_all - other, one - other
+        share = float(away @ along) / (float(along @ along) or 1.0)
+        return 0 < share < 1 and is_same(away, share * along, self._close, of_all)
+
+    # --- the user's own loop ---------------------------------------------------------------------------------
+
+    def of_loop(self, loop: Loop, full: Gradient, found: Gradient) -> list[str]:
+        """Why the user's own loop is not exact."""
+        causes = self.trial.layer_causes()
+        cause = self._loop(loop, full, found, has_layer_causes=bool(causes))
+        return [*causes, cause] if cause else causes
+
+    def _loop(self, loop: Loop, full: Gradient, found: Gradient, *, has_layer_causes: bool) -> str | None:
+        trial = self.trial
+        if missing := [name for name in full if name not in found]:
+            return (
+                f"{len(missing)} of {len(full)} parameters have no gradient when the loop ends ({missing[0]} first): "
+                "the loop zeroes them, or does not reach them"
+            )
+        micro, norms = [], []
+        for part in trial.parts:
+            gradient, _ = trial.of(part)
+            micro.append(self._sketch(gradient))
+            norms.append(_norm(gradient))
+        whole, theirs = self._sketch(full), self._sketch(found)
+        if not np.isfinite(theirs).all():
+            return "a gradient is not finite"
+        scales = trial.right_scales()
+        counted = [k for k, g in enumerate(micro) if scales[k].any() and np.isfinite(g).all()]
+        if not counted:
+            return None
+        rows = [micro[k] for k in counted]
+        right = np.ones(len(counted)) if trial.reduction == "sum" else scales[counted].mean(axis=1)
+        if not is_same(right @ np.array(rows), whole, self._close):
+            ours = self._mix(rows, whole)
+            sums_to_one = np.isclose(ours.coefficients.sum(), 1.0, rtol=10 * ours.close)
+            if ours.is_known and (sums_to_one or np.allclose(ours.coefficients, 1.0, rtol=ours.close)):
+                right = ours.coefficients  # the loss knows best over how many it is a mean
+            elif not has_layer_causes and (causes := self._terms()):
+                return f"no loop over these micro-batches can be exact with this loss and weight: {causes[0]}"
+
+        def backwards() -> Mix:
+            order = counted[::-1]
+            gradient, _ = trial.by_loop(loop, order)
+            return self._mix([micro[k] for k in order], self._sketch(gradient), [norms[k] for k in order])
+
+        mix = self._mix(rows, theirs, [norms[k] for k in counted])
+        if trial.is_random and not mix.is_complete:
+            return "random numbers differ between the loop and the full batch, so the rest could not be compared"
+        cause = explain_loop(mix, right, backwards)
+        if cause is None and is_same(whole, theirs, self._close):
+            return self._rounding(whole, theirs)
+        return cause
+
+    def _mix(self, rows: list[Array], vector: Array, norms: list[float] | None = None) -> Mix:
+        """One gradient as a mix of others; `norms` are the real ones, where sketches only keep them roughly."""
+        stacked = np.stack([*rows, vector])
+        mix = unmix(stacked @ stacked.T, self.noise)
+        is_folded = sum(self._sizes.values()) > SIZE
+        return replace(mix, norms=np.array(norms)) if norms is not None and is_folded else mix
 
 
-COUPLED = (
-    "the loss couples the samples of a batch: the loss of the whole batch is no weighted mean of the losses of its "
-    "micro-batches (a contrastive loss, a BatchNorm that normalises by what it is fed, a root of a mean), so it cannot "
-    "be cut"
-)
-ADDS_UP = 'the loss adds up over samples instead of taking the mean: pass reduction="sum", or divide in the loss'
-MEAN_ADDED_UP = 'the loss is a mean but reduction="sum" adds it up: pass reduction="mean", or add up in the loss'
+_CAUSES: dict[Kind, str] = {
+    "sum": 'the loss adds up over samples instead of taking the mean: pass reduction="sum", or divide in the loss',
+    "means": (
+        "the loss behaves like one that adds up several means over different counts (over the tokens and over the "
+        "samples, say): return a tuple of terms, and let `weight` return one count for each"
+    ),
+    "sum and mean": (
+        "the loss adds a sum over samples and a mean: take the mean of both, or return them as a tuple of terms, and "
+        "let `weight` return one count for each"
+    ),
+    "sum and penalty": (
+        "the loss adds a sum over samples and something that does not depend on them (an L2 penalty, say), which every "
+        "micro-batch repeats: take the mean over the samples, or use the optimizer's weight_decay"
+    ),
+    "coupled": (
+        "the loss couples the samples of a batch: the loss of the whole batch is no weighted mean of the losses of its "
+        "micro-batches (a contrastive loss, a BatchNorm that normalises by what it is fed, a root of a mean), so it "
+        "cannot be cut"
+    ),
+    "unclear": (
+        "the loss is no single mean over samples: it is the sum of several means, or it couples the samples; more than "
+        "that cannot be told in this precision"
+    ),
+}
 
 
-def disagrees(found: Array, ours: Array, whom: str = "its micro-batches") -> str:
+def _disagrees(found: Array, ours: Array, whom: str = "its micro-batches") -> str:
     return (
-        f"the weight disagrees with the loss's own mean: the loss counts {whom} {percent(found)}, "
-        f"the weight {percent(ours)}: let `weight` return over how many the loss is a mean"
+        f"the weight disagrees with the loss's own mean: the loss counts {whom} {_percent(found)}, "
+        f"the weight {_percent(ours)}: let `weight` return over how many the loss is a mean"
     )
 
 
-def explain_loop(mix: Mix, right: Array) -> str | None:
-    """Which classic mistake a foreign loop made, if any; `right` are the coefficients it should have."""
-    found, num, close = mix.coefficients, len(right), mix.close
-    if mix.residual >= mix.allowed_residual:
-        return (
-            "the gradient has something in it that is in none of the micro-batches: the loop adds what the loss does "
-            "not have (a penalty, noise, gradients of an earlier window), changes gradients element by element "
-            "(clip_grad_value_), or computes another loss"
-        )
-    if not mix.is_unique:
-        return "the micro-batches' gradients are too alike to tell how each was weighted"
-    if np.allclose(found, right, rtol=close, atol=close):
-        return None
-    seen = f"it weights the micro-batches {numbers(found)} where {numbers(right)} is right"
-    none = close * float(np.abs(found).max())
-    if num > 1 and np.all(np.abs(found[:-1]) <= none):
-        return f"only the last micro-batch counts: gradients are zeroed between micro-batches; {seen}"
-    left_out = [str(k + 1) for k in range(num) if abs(found[k]) <= none and right[k] > close]
-    counted = [abs(c) for c in found if abs(c) > none]
-    if left_out and min(counted) > 30 * none:  # else they were shrunk, some beyond what can be seen
-        return f"micro-batch {', '.join(left_out)} is left out; {seen}"
-    if np.allclose(found, found[0], rtol=close, atol=0):
-        return f"{_equal(float(found[0]), num, close)}; {seen}"
-    scale = float(found @ right / (right @ right))
-    if np.allclose(found, scale * right, rtol=close, atol=none):
-        return f"{_proportional(scale, right, close)}; {seen}"
-    if (odd := odd_one(mix, right)) is not None:
-        return f"{odd}; {seen}"
-    if any(is_clipped(mix, unclipped) for unclipped in (right, np.full(num, 1 / num), np.ones(num))):
-        return f"{CLIPPED}; {seen}"
-    return seen
-
-
-CLIPPED = "the gradient is clipped after each micro-batch instead of once per step"
-
-
-def odd_one(mix: Mix, right: Array) -> str | None:
-    """The one micro-batch that counts more than the others, which are scaled alike."""
-    found, num = mix.coefficients, len(right)
-    if num < 3 or np.any(right <= 0):
-        return None
-    for measure in (np.ones(num), right):
-        ratio = found / measure
-        odd = int(np.argmax(np.abs(ratio)))
-        others = np.delete(ratio, odd)
-        if others[0] and np.allclose(others, others[0], rtol=mix.close, atol=0):
-            name = "the last micro-batch" if odd == num - 1 else f"micro-batch {odd + 1}"
-            times = float(ratio[odd] / others[0])
-            return f"{name} is not divided like the others: it counts {times:.4g} times as much as they do"
-    return None
-
-
-def _equal(scale: float, num: int, close: float) -> str:
-    if np.isclose(scale, 1 / num, rtol=close):
-        return f"divided by the number of micro-batches ({num}) although their weights differ (a mean of means)"
-    if np.isclose(scale, 1.0, rtol=close):
-        return "not divided: the micro-batches' mean losses are added up as they are"
-    if 0 < scale < 1 and (divisor := whole_times(1 / scale, close)):
-        size = "short window under-scaled" if divisor > num else "over-scaled"
-        return f"{size}: divided by {divisor} although the window has {num} micro-batches"
-    if (times := whole_times(scale * num, close)) or (times := whole_times(scale, close)):
-        return f"{times} times too large: gradients of an earlier window were not zeroed, or the loss was multiplied"
-    return f"every micro-batch counts {scale:.4g} whatever its weight"
-
-
-def _proportional(scale: float, right: Array, close: float) -> str:
-    nominal = float(right.max()) * len(right)  # the total if all were as large as the largest, over the total
-    if times := whole_times(scale, close):
-        return f"{times} times too large: gradients of an earlier window were not zeroed, or the loss was multiplied"
-    if np.isclose(scale * nominal, 1.0, rtol=close):
-        return "short window under-scaled: divided by the size of a full window although this one is smaller"
-    if scale < 0:
-        return f"the sign is turned: the whole gradient is {scale:.4g} times what it should be"
-    if scale < 1:
-        return f"the whole gradient is {scale:.4g} times what it should be (under-scaled or clipped)"
-    return f"the whole gradient is {scale:.4g} times what it should be"
-
-
-def whole_times(scale: float, close: float = CLOSE) -> int:
-    """2, 3, … if the scale is that whole number, else 0; beyond a thousand, nearly every number looks whole."""
-    times = round(scale)
-    is_told_apart = times * close < 0.1  # rounding may make any number look whole
-    return times if 2 <= times <= 1000 and is_told_apart and np.isclose(scale, times, rtol=close) else 0
-
-
-def is_clipped(mix: Mix, scale: Array) -> bool:
-    """Whether the coefficients are these scales after a clipping of each micro-batch to one norm."""
-    if np.any(scale == 0):
-        return False
-    close = mix.close
-    ratio = mix.coefficients / scale
-    if not (np.all(ratio <= 1 + close) and np.all(ratio > 0) and np.any(ratio < 1 - close)):
-        return False
-    norms = np.sqrt(np.diag(mix.gram)) if mix.norms is None else mix.norms
-    alike = max(1e-3, 10 * close)
-    clipped = ratio < 1 - close
-    for size in (norms, norms * scale):  # clipped before or after the scale was applied
-        after = size * ratio
-        if np.ptp(after[clipped]) < alike * after[clipped].max() and np.all(
-            size[~clipped] <= after[clipped].max() * (1 + alike)
-        ):
-            return True
-    # or the running sum was clipped each time: what came early was shrunk again and again
-    factors = ratio / np.append(ratio[1:], 1.0)
-    if np.any(factors > 1 + close) or np.all(factors > 1 - close):
-        return False
-    sums = [np.where(np.arange(len(ratio)) <= k, ratio / ratio[k] * factors[k] * scale, 0.0) for k in range(len(ratio))]
-    sizes = np.array([np.sqrt(part @ mix.gram @ part) for part in sums])[factors < 1 - close]
-    return bool(np.ptp(sizes) < (alike if mix.norms is None else 0.05) * sizes.max())
-
-
-def percent(coefficients: Sequence[float] | Array) -> str:
+def _percent(coefficients: Array) -> str:
     return " : ".join(f"{100 * c / sum(coefficients):.3g}%" for c in coefficients)
 
 
-def numbers(coefficients: Array) -> str:
-    none = 1e-9 * np.abs(coefficients).max()
-    return "(" + ", ".join(f"{0.0 if abs(c) < none else c:.3g}" for c in coefficients) + ")"
+def _listed(micro_batches: Sequence[int]) -> str:
+    return ", ".join(str(k + 1) for k in micro_batches)
+
+
+def _norm(gradient: Gradient) -> float:
+    return float(np.linalg.norm([np.linalg.norm(g) for g in gradient.values()]))
+
+
+def _epsilon_in(gradient: Gradient) -> float:
+    """The epsilon of float32 if a float64 gradient was rounded to float32 somewhere, else 0."""
+    smallest = 1e-6 * max(map(np.linalg.norm, gradient.values()), default=0.0)  # less is rounding itself
+    return _EPSILON32 if any(_is_rounded(g) for g in gradient.values() if np.linalg.norm(g) > smallest) else 0.0
+
+
+def _is_rounded(gradient: Array) -> bool:
+    """Whether float64 numbers have the digits of float32 and no more."""
+    numbers = np.ravel(gradient)[:10000]
+    is_narrow = numbers.dtype == np.float64 and bool(np.all(numbers.astype(np.float32) == numbers))
+    return is_narrow and bool(np.any((numbers * 2.0**12) % 1.0)) and bool(np.any(numbers.astype(np.float16) != numbers))

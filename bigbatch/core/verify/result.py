@@ -4,26 +4,30 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
+from .trial import Array, Gradient
+
 # A parameter's error is relative to its own gradient, but to no less than this part of the whole gradient:
 # where the true gradient is zero (a bias in front of a BatchNorm) only rounding would be left to divide by.
-FLOOR = 1e-4
+_FLOOR = 1e-4
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Full batch against accumulation. Printed, it is a table, the largest error first."""
+    """The result of comparing accumulation with the full batch. It prints as a table, the largest error first."""
 
     is_exact: bool
     max_error: float
     errors: Mapping[str, float]
     """Relative error by parameter."""
     causes: tuple[str, ...] = ()
-    """Why they differ, or what was done so that they could be compared, in sentences."""
+    """Sentences that say why they differ, or what was changed to compare them."""
     tolerance: float = 1e-9
     total_error: float = 0.0
     """Relative error of the whole gradient."""
     precision: str = ""
-    """The dtype in which they were compared, where a framework says so."""
+    """The dtype in which they were compared, if it is known."""
 
     def __bool__(self) -> bool:
         return self.is_exact
@@ -45,12 +49,35 @@ class Verification:
 
 
 def judge(errors: Mapping[str, float], causes: list[str], tolerance: float, total_error: float = 0.0) -> Verification:
-    """The verdict over errors by parameter."""
+    """The verdict on errors by parameter."""
     largest = max(errors.values(), default=0.0, key=lambda error: math.inf if math.isnan(error) else error)
     return Verification(largest <= tolerance, largest, dict(errors), tuple(causes), tolerance, total_error)
 
 
-def relative_error(distance: float, norm: float, total_norm: float, floor: float = FLOOR) -> float:
+def errors_of(full: Gradient, other: Gradient, floor: float = _FLOOR) -> dict[str, float]:
+    """The relative error of each parameter's gradient; one that is missing on one side counts as zero there."""
+    norms = {name: float(np.linalg.norm(g)) for name, g in full.items()}
+    total = float(np.linalg.norm(list(norms.values())))
+    distances = _distances(full, other)
+    return {name: _relative_error(each, norms.get(name, 0.0), total, floor) for name, each in distances.items()}
+
+
+def total_error_of(full: Gradient, other: Gradient) -> float:
+    """The relative error of the whole gradient."""
+    norm = float(np.linalg.norm([np.linalg.norm(g) for g in full.values()]))
+    return _relative_error(float(np.linalg.norm(list(_distances(full, other).values()))), norm, norm)
+
+
+def _distances(full: Gradient, other: Gradient) -> dict[str, float]:
+    """How far apart the gradients of each parameter are."""
+
+    def of(gradient: Gradient, name: str) -> Array:
+        return np.asarray(gradient.get(name, 0.0))
+
+    return {name: float(np.linalg.norm(of(other, name) - of(full, name))) for name in {**full, **other}}
+
+
+def _relative_error(distance: float, norm: float, total_norm: float, floor: float = _FLOOR) -> float:
     """The distance of two gradients of one parameter, relative to the true one's norm."""
     if distance == 0.0:
         return 0.0
@@ -59,15 +86,15 @@ def relative_error(distance: float, norm: float, total_norm: float, floor: float
 
 
 def tolerance_for(epsilon: float, num_samples: int, num_micro_batches: int) -> float:
-    """What rounding may do, in a dtype with this epsilon, to sums over so many samples in so many parts.
+    """The relative error that rounding may cause, in a dtype with this epsilon, for this many samples and parts.
 
-    Rounding errors of sums grow like the root of the number of additions at most, in practice slower; 100 leaves room
-    for the depth of a model. In bfloat16 and float16 that would allow anything, so there it is 2e-2.
+    Rounding errors of sums grow at most like the root of the number of additions, in practice more slowly; 100 leaves
+    room for the depth of a model. In bfloat16 and float16 that would allow anything, so there it is 2e-2.
     """
     additions = math.sqrt(math.sqrt(num_samples * num_micro_batches))
     return min(2e-2, max(1e-9, 100 * epsilon * additions))
 
 
 def floor_for(epsilon: float) -> float:
-    """Where a parameter's gradient is rounding alone, as part of the whole gradient: `FLOOR` in float64."""
-    return FLOOR if epsilon < 1e-10 else 1e-2
+    """The part of the whole gradient below which a parameter's gradient is only rounding: `_FLOOR` in float64."""
+    return _FLOOR if epsilon < 1e-10 else 1e-2

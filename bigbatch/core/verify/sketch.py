@@ -1,22 +1,22 @@
-"""Gradients folded into short vectors, so that many of them fit into memory.
+"""Folds gradients into short vectors (count sketches), so that many of them fit into memory.
 
-Folding is linear: if a gradient is a mix of others, its sketch is the same mix of their sketches, and if it is not,
-its sketch is not either (up to a chance that does not matter). So least squares on sketches find the same coefficients.
-A model with no more numbers than a sketch is kept as it is.
+Folding is linear: if a gradient is a mix of others, its sketch is the same mix of their sketches, and otherwise it
+almost surely is not. So least squares on sketches find the same coefficients. A gradient with no more numbers than a
+sketch is kept as it is.
 """
 
 from collections.abc import Mapping
 from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from .trial import Array
+
 SIZE = 8192
 
 
 def sketch(gradient: Mapping[str, Array], sizes: Mapping[str, int]) -> Array:
-    """The gradient as one vector; `sizes` says how long each parameter is, as some may be missing in the gradient."""
+    """The gradient as one vector; `sizes` are those of all parameters, some of which may be missing in it."""
     if sum(sizes.values()) <= SIZE:
         return np.concatenate([_flat(gradient, name, sizes[name]) for name in sizes])
     folded = np.zeros(SIZE)
@@ -25,7 +25,7 @@ def sketch(gradient: Mapping[str, Array], sizes: Mapping[str, int]) -> Array:
             continue
         draw = np.random.default_rng(crc32(name.encode()))
         flat = _flat(gradient, name, size)
-        for start in range(0, size, 64 * SIZE):  # a part at a time: as large as the parameter, signs would cost memory
+        for start in range(0, size, 64 * SIZE):  # in parts, because signs for a whole parameter cost memory
             part = flat[start : start + 64 * SIZE]
             signed = part * (2.0 * draw.integers(0, 2, len(part), np.int8) - 1)
             folded += np.pad(signed, (0, -len(part) % SIZE)).reshape(-1, SIZE).sum(axis=0)
@@ -42,5 +42,5 @@ def _flat(gradient: Mapping[str, Array], name: str, size: int) -> Array:
 
 
 def sizes_of(*gradients: Mapping[str, Array]) -> dict[str, int]:
-    """How long each parameter's part is; a complex number counts twice."""
+    """How many numbers each parameter has; a complex number counts twice."""
     return {name: g.size * (1 + np.iscomplexobj(g)) for gradient in gradients for name, g in gradient.items()}

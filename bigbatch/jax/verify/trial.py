@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.errors import GradientError, LossError
-from ...core.verify.compare import Gradient, Loop, Rows, total_error_of
-from ...core.verify.diagnosis import Array
+from ...core.verify.result import total_error_of
+from ...core.verify.trial import Array, Gradient, Loop, Rows
 from ...core.weight import shares, totals
 from ...core.window import cuts
 from ..batch import Arrays, Form, num_rows

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from ...core.errors import BigBatchError
 from ...core.options import positive
-from ...core.verify.compare import Loop, audit, audit_loop
+from ...core.verify.compare import audit
 from ...core.verify.result import Verification
+from ...core.verify.trial import Loop
 from ...core.weight import Reduction, check_reduction
 from ..auxiliary import AuxSpec
 from ..batch import as_numbers, take_apart
@@ -64,7 +65,7 @@ def verify(
         positional, named = given
         form, (own,), arrays = take_apart(positional, named, (0,), numbers)
         trial = Trial(spec, form, own, arrays)
-        return audit(trial, tolerance) if step is None else audit_loop(trial, step, tolerance)
+        return audit(trial, tolerance, step)
 
     given = (parameters, batch, *args), dict(kwargs or {})
     try:

@@ -15,12 +15,10 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from ...tensorflow import loop
-from ...tensorflow.batch import Layout, any_size, is_tensor, numbered, part
+from ...tensorflow.batch import Layout, any_size, is_tensor, num_samples, numbered, part, rows
 from ...tensorflow.distributed import replicas
 from ...tensorflow.distributed.one_replica import Share, one_replica
-from ...tensorflow.internals import outside_of_scopes
-from ...tensorflow.optimizer import Optimizer
+from ...tensorflow.internals import outside_of_scopes, without_reduction
 from .. import checks, loss
 from ..loss import Batch, LossSpec, Measured
 from .step import FitStep
@@ -61,8 +59,7 @@ class BackendStep:
         batch = _with_equal_rows(batch)
         spec = step.spec(batch, lambda: self._inspect(batch))
         step.check()
-        strategy = tf.distribute.get_strategy()
-        checks.check_replicas(strategy.num_replicas_in_sync, spec.has_own_loss)
+        checks.check_replicas(tf.distribute.get_strategy().num_replicas_in_sync, spec.has_own_loss)
         size = tf.cast(_num_samples(batch), step.dtype)
         (total,) = _add_up([size])
         gradients, value, added, leaves = self._accumulate(spec, batch, total)
@@ -76,7 +73,7 @@ class BackendStep:
         model._loss_tracker.update_state(value, sample_weight=size)
         if weights := model.trainable_weights:
             gradients = _add_up(gradients)
-            with Optimizer(model.optimizer, strategy).reduced_already():
+            with without_reduction(getattr(model.optimizer, "inner_optimizer", model.optimizer)):
                 model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
@@ -142,7 +139,7 @@ class BackendStep:
         XLA needs to know all sizes beforehand, so there the shorter last micro-batch comes after the loop.
         """
         layout, micro = Layout(batch), self.step.micro_batch_size
-        size = loop.num_samples(layout.tensors)
+        size = num_samples(layout.tensors)
         is_for_xla = self.model.jit_compile and not self.model.run_eagerly
         if is_for_xla:
             micro = tf.minimum(micro, size)
@@ -154,7 +151,7 @@ class BackendStep:
 
         def add(k: Any, state: Any) -> Any:
             tensors = layout.tensors
-            cut = [loop.rows(t, k * micro, micro) if is_for_xla else numbered(t, k, micro) for t in tensors]
+            cut = [rows(t, k * micro, micro) if is_for_xla else numbered(t, k, micro) for t in tensors]
             carry, found = body(layout.pack(cut), state[0])
             return k + 1, (carry, [array.write(k, tensor) for array, tensor in zip(state[1], found, strict=True)])
 
@@ -165,7 +162,7 @@ class BackendStep:
         joined = [_flat(array.stack()) for array in arrays]
 
         def last() -> Any:
-            return body(layout.pack([loop.rows(t, size - rest, rest) for t in layout.tensors]), carry)
+            return body(layout.pack([rows(t, size - rest, rest) for t in layout.tensors]), carry)
 
         def nothing() -> Any:
             return carry, [tf.zeros(tf.concat([[rest], tf.shape(j)[1:]], 0), j.dtype) for j in joined]
@@ -242,7 +239,7 @@ def _of_first_replica(strategy: Any, batch: Any) -> Any:
 
 
 def _num_samples(batch: Any) -> Any:
-    return loop.num_samples(Layout(batch).tensors)
+    return num_samples(Layout(batch).tensors)
 
 
 def _with_equal_rows(batch: Batch) -> Batch:

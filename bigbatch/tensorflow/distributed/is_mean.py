@@ -1,4 +1,4 @@
-"""Whether a loss is a mean over samples, found by trying it on one sample, and on the same one two and three times."""
+"""Tells whether a loss is a mean over samples, by trying it on one sample and on the same one repeated."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,64 +7,71 @@ import tensorflow as tf
 
 from ...core.errors import BigBatchError, LossError
 from ...core.weight import as_terms
-from .. import batch as nest
-from ..verify.dropout import dropout_off
+from ..batch import Layout, batch_size, part
+from ..layers import dropout_off
 from .one_replica import Share, one_replica
 from .replicas import as_tf_variable
 
-EPSILON = {tf.float64: 2.0**-52, tf.float32: 2.0**-23}
-LOW = 2.0**-8
+_EPSILON = {tf.float64: 2.0**-52, tf.float32: 2.0**-23}
+_LOW = 2.0**-8
 """Of float16 and bfloat16."""
 
 
 def check_is_mean(
     model: Any,
-    loss: Callable[[Any], Any],
-    weight: Callable[[Any], Any],
+    loss: Callable[[Any, Any], Any],
+    weight: Callable[[Any], Any] | None,
     strategy: tf.distribute.Strategy,
-    tensors: Sequence[Any],
+    layout: Layout,
 ) -> None:
-    """Refuses a loss that grows by the same amount with every sample, as `tf.reduce_sum(…) / GLOBAL_BATCH_SIZE` does.
+    """Raises LossError if a loss grows by the same amount with each sample: `tf.reduce_sum(…) / GLOBAL_BATCH_SIZE`.
 
-    `tensors` are those of a batch, and `loss` and `weight` take others in their place. A mean stays what it is when a
-    sample is repeated, while a weight that counts is so many times larger. What moves with a forward pass is put back.
+    A mean stays what it is when a sample is repeated, while a weight that counts is so many times larger. Variables
+    that move with a forward pass are put back.
+
+    Args:
+        model: The model.
+        loss: `loss(model, micro_batch)`.
+        weight: `weight(micro_batch)`; None if samples count.
+        strategy: The strategy of the model.
+        layout: A batch, of which the first sample is used.
     """
-    if not all(isinstance(t, tf.Tensor | tf.distribute.DistributedValues) for t in tensors):
+    if not all(isinstance(t, tf.Tensor | tf.distribute.DistributedValues) for t in layout.tensors):
         return
     share = Share(1)
     found: list[tuple[Sequence[Any], Sequence[Any]]] = []
 
     def on_replica(*own: Any) -> None:
-        one = [nest.part(t, 0, 1) for t in own]
-        samples = [[t if t.shape.rank == 0 else tf.concat([t] * num, 0) for t in one] for num in (1, 2, 3)]
+        one = [part(t, 0, 1) for t in own]
+        samples = [layout.pack([t if t.shape.rank == 0 else tf.concat([t] * k, 0) for t in one]) for k in (1, 2, 3)]
         with one_replica(share):
-            losses = [as_terms(loss(each)) for each in samples]
-        weights = [as_terms(weight(each)) for each in samples]
+            losses = [as_terms(loss(model, each)) for each in samples]
+        weights = [(batch_size(Layout(s)),) if weight is None else as_terms(weight(s)) for s in samples]
         found.extend(zip(zip(*losses, strict=True), zip(*weights, strict=True), strict=True))
 
     held = [(v, tf.identity(as_tf_variable(v))) for v in model.variables if not v.trainable]
     try:
         with dropout_off(model):
-            strategy.run(on_replica, args=tuple(tensors))
-    except (tf.errors.OpError, BigBatchError, TypeError, ValueError):  # whatever is wrong shows in the step
+            strategy.run(on_replica, args=tuple(layout.tensors))
+    except (tf.errors.OpError, BigBatchError, TypeError, ValueError):  # the step will say what is wrong
         return
     finally:
         for v, value in held:
             v.assign(value)
-    if share.is_used:  # it is known by what the loss divides
+    if share.is_used:  # bigbatch knows what the loss divides by
         return
     for values, weights in found:
         first, *_, last = (float(tf.reduce_sum(tf.cast(w, tf.float64))) for w in weights)
         if last == 3 * first > 0:
-            check_values(values)
+            _check_values(values)
 
 
-def check_values(values: Sequence[Any]) -> None:
-    """Refuses the losses of one, two and three samples if they grow in equal steps; a few other losses are left."""
+def _check_values(values: Sequence[Any]) -> None:
+    """Raises LossError if the losses of one, two and three samples grow in equal steps."""
     if not all(tf.is_tensor(value) and value.dtype.is_floating and value.shape.rank == 0 for value in values):
         return
     once, twice, thrice = (float(tf.cast(value, tf.float64)) for value in values)
-    rounding = 100 * EPSILON.get(values[0].dtype, LOW) * max(abs(once), abs(thrice))
+    rounding = 100 * _EPSILON.get(values[0].dtype, _LOW) * max(abs(once), abs(thrice))
     if not (abs(thrice - twice) > rounding and abs(thrice - 2 * twice + once) <= rounding):
         return
     is_sum = abs(twice - 2 * once) <= rounding

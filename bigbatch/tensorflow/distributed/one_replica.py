@@ -1,8 +1,8 @@
-"""Losses that divide by the number of replicas, or by the size of the whole batch, as TensorFlow's guide teaches it.
+"""Losses that divide by the number of replicas, or by the size of the whole batch, as TensorFlow's guide says.
 
 Keras's losses, `tf.nn.compute_average_loss` and `tf.nn.scale_regularization_loss` divide by
-`strategy.num_replicas_in_sync`, since TensorFlow adds gradients up over replicas. bigbatch weights the replicas by
-what they have, so to it a loss is the mean over one replica's micro-batch: where it is computed there is one replica.
+`strategy.num_replicas_in_sync`, because TensorFlow adds gradients up over replicas. bigbatch weights the replicas
+itself and needs the mean over one replica's micro-batch. So while it computes a loss, strategies report one replica.
 """
 
 import functools
@@ -19,28 +19,31 @@ from .. import internals
 
 
 class Share:
-    """How much of the whole batch counts in the loss that is being computed: w_k / W."""
+    """The share of the whole batch that the loss is being computed of: w / W.
+
+    Args:
+        value: The share; None if it is not known.
+    """
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
-        """None if it is not known."""
         self.is_used = False
 
 
 class _Here(threading.local):
-    """What holds on this thread; TensorFlow runs every replica on a thread of its own."""
+    """The state of this thread. TensorFlow runs each replica on its own thread."""
 
     share: Share | None = None
 
 
 _here = _Here()
 _asking: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""The replica contexts in which a loss asked for the number of replicas, and was told."""
+"""The replica contexts in which a loss read the real number of replicas."""
 
 
 @contextmanager
 def one_replica(share: Share) -> Iterator[None]:
-    """Inside, on this thread, strategies have one replica."""
+    """Inside, on this thread, strategies report one replica."""
     before, _here.share = _here.share, share
     try:
         yield
@@ -49,13 +52,13 @@ def one_replica(share: Share) -> Iterator[None]:
 
 
 def check_loss() -> None:
-    """On a replica: refuses gradients of a loss that divided by the number of replicas, or by the whole batch."""
+    """On a replica: raises LossError if the loss divided by the number of replicas, or by the whole batch."""
     context = tf.distribute.get_replica_context()
     if context in _asking:
         _asking.discard(context)
         raise LossError(
             f"the loss asked for the number of replicas ({context.num_replicas_in_sync}) or divided by a "
-            "global_batch_size, as Keras's losses and tf.nn.compute_average_loss do, but add() wants the mean over the "
+            "global_batch_size, as Keras's losses and tf.nn.compute_average_loss do, but add() needs the mean over the "
             "micro-batch: compute it in `with tf.GradientTape() as tape, accumulator.one_replica():`"
         )
 

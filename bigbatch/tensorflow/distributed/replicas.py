@@ -1,84 +1,23 @@
-"""Batches over replicas, and variables as the strategy has them."""
+"""The replicas of a strategy: what each has of a batch, and what they reduce."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from ...core.errors import WeightError
-from .. import batch as nest
+from ...core.errors import BatchError, WeightError
+from ..batch import Layout, batch_size, part
+from ..gradients import Gradient, dense
+from ..weight import WEIGHT
 
 
 def strategy_of(model: Any) -> tf.distribute.Strategy:
-    """The strategy that the model, or its first variable, was made under, or else the one that is in scope."""
+    """The strategy that the model, or its first variable, was made under; else the one that is in scope."""
     for owner in (model, *map(as_tf_variable, model.trainable_variables[:1])):
         strategy = getattr(owner, "distribute_strategy", None)
         if isinstance(strategy, tf.distribute.Strategy):
             return strategy
     return tf.distribute.get_strategy()
-
-
-def is_spread(batch: Any) -> bool:
-    """Whether the replicas have their parts of the batch already, as in a distributed dataset."""
-    return any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(batch))
-
-
-def are_all_here(strategy: tf.distribute.Strategy) -> bool:
-    """Whether all replicas are in this process, so that what they have together can be seen."""
-    num = strategy.num_replicas_in_sync
-    return num == 1 or len(strategy.extended.worker_devices) == num
-
-
-def parts(strategy: tf.distribute.Strategy, batch: Any) -> list[Any]:
-    """What each replica of this process has of such a batch; what is not spread goes to all of them."""
-
-    def part(leaf: Any, place: int) -> Any:
-        is_apart = isinstance(leaf, tf.distribute.DistributedValues)
-        return strategy.experimental_local_results(leaf)[place] if is_apart else leaf
-
-    num = len(strategy.extended.worker_devices)
-    return [tf.nest.map_structure(lambda leaf, place=place: part(leaf, place), batch) for place in range(num)]
-
-
-def spread(strategy: tf.distribute.Strategy, tensor: Any, batch_size: int) -> Any:
-    """A tensor's rows, handed to the replicas of this process one after the other; the last may get fewer or none."""
-    num = len(strategy.extended.worker_devices)
-    each = -(-batch_size // num)
-    place = iter(range(num))
-
-    def part(_: Any) -> Any:
-        start = min(next(place) * each, batch_size)
-        return nest.part(tensor, start, min(start + each, batch_size))
-
-    return strategy.experimental_distribute_values_from_function(part)
-
-
-def check_terms(strategy: tf.distribute.Strategy, weights: Sequence[Any]) -> None:
-    """Refuses micro-batches with other terms than the first."""
-    nums = [strategy.experimental_local_results(each)[0].shape[0] for each in weights]
-    for number, num in enumerate(nums):
-        if num != nums[0]:
-            raise WeightError(
-                f"micro-batch {number + 1} has {num} weights, those before it in the window have {nums[0]}: give every "
-                "micro-batch the same terms"
-            )
-
-
-def total(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> tf.Tensor:
-    """Values that every replica has its own of, added up on each and then over all of them, in one go."""
-    own = [tf.add_n(each) for each in zip(*map(strategy.experimental_local_results, values), strict=True)]
-    if strategy.num_replicas_in_sync == 1:
-        return own[0]
-    each = iter(own)
-    spread = strategy.experimental_distribute_values_from_function(lambda _: next(each))
-    return strategy.reduce(tf.distribute.ReduceOp.SUM, spread, axis=None)
-
-
-def any_size(value: Any) -> tf.TypeSpec:
-    """The kind of a tensor, or of a tensor per replica, with a leading axis of any size."""
-    if isinstance(value, tf.distribute.DistributedValues):
-        return type(tf.type_spec_from_value(value))(*map(nest.any_size, value.values))
-    return nest.any_size(value)
 
 
 def as_tf_variable(variable: Any) -> Any:
@@ -87,7 +26,107 @@ def as_tf_variable(variable: Any) -> Any:
     return variable if inner is None or callable(inner) else inner
 
 
+def trainable(model: Any) -> list[Any]:
+    """The trainable variables of a model, as TensorFlow's."""
+    return [as_tf_variable(v) for v in model.trainable_variables]
+
+
 def is_shared() -> bool:
     """Whether the code that runs here runs on several replicas."""
     context = tf.distribute.get_replica_context()
     return context is not None and context.num_replicas_in_sync > 1
+
+
+# --- a batch -------------------------------------------------------------------------------------------------
+
+
+def spread(strategy: tf.distribute.Strategy, batch: Any) -> Layout:
+    """The layout of a batch, with a part of each tensor for each replica if there are several.
+
+    A distributed dataset hands over such parts. Plain tensors are cut: replicas get their rows one after the other, and
+    the last may get fewer or none.
+    """
+    num_replicas = strategy.num_replicas_in_sync
+    is_one = num_replicas == 1
+    is_spread = not is_one and any(map(_is_of_replicas, tf.nest.flatten(batch)))
+    layout, *layout.others = map(Layout, _parts(strategy, batch) if is_spread else [batch])
+    size = sum(map(batch_size, (layout, *layout.others)))
+    # other workers may have samples even if this one has none
+    if size == 0 and not is_spread and (is_one or len(strategy.extended.worker_devices) == num_replicas):
+        raise BatchError(f"tensor {layout.places[0]} has 0 samples: leave empty batches out of the stream")
+    if is_spread:
+        leaves = tf.nest.flatten(batch)
+        layout.tensors = [leaves[k] for k in layout.places]
+    elif not is_one:
+        layout.tensors = [_cut(strategy, tensor, size) for tensor in layout.tensors]
+    return layout
+
+
+def _is_of_replicas(leaf: Any) -> bool:
+    return isinstance(leaf, tf.distribute.DistributedValues)
+
+
+def _parts(strategy: tf.distribute.Strategy, batch: Any) -> list[Any]:
+    """What each replica of this process has of a batch; other values go to all of them."""
+
+    def of_replica(leaf: Any, place: int) -> Any:
+        return strategy.experimental_local_results(leaf)[place] if _is_of_replicas(leaf) else leaf
+
+    num = len(strategy.extended.worker_devices)
+    return [tf.nest.map_structure(lambda leaf, place=place: of_replica(leaf, place), batch) for place in range(num)]
+
+
+def _cut(strategy: tf.distribute.Strategy, tensor: Any, size: int) -> Any:
+    num = len(strategy.extended.worker_devices)
+    each = -(-size // num)
+    starts = iter(min(place * each, size) for place in range(num))
+
+    def rows(_: Any) -> Any:
+        start = next(starts)
+        return part(tensor, start, min(start + each, size))
+
+    return strategy.experimental_distribute_values_from_function(rows)
+
+
+# --- weights and gradients -----------------------------------------------------------------------------------
+
+
+def total(strategy: tf.distribute.Strategy, weights: Sequence[Any]) -> tf.Tensor:
+    """The total weight of a window, term by term: of all its micro-batches, and of all replicas.
+
+    Args:
+        strategy: The strategy.
+        weights: For each micro-batch, a tensor per replica.
+    """
+    local = [strategy.experimental_local_results(weight) for weight in weights]
+    num_terms = local[0][0].shape[0]
+    for number, (first, *_) in enumerate(local, 1):
+        if first.shape[0] != num_terms:
+            raise WeightError(
+                f"micro-batch {number} has {first.shape[0]} weights, those before it in the window have {num_terms}: "
+                "give every micro-batch the same terms"
+            )
+    own = [tf.add_n(each) for each in zip(*local, strict=True)]
+    if strategy.num_replicas_in_sync == 1:
+        return own[0]
+    each = iter(own)
+    values = strategy.experimental_distribute_values_from_function(lambda _: next(each))
+    return strategy.reduce(tf.distribute.ReduceOp.SUM, values, axis=None)
+
+
+def reduce(sums: Sequence[Gradient], others: list[tf.Tensor]) -> tuple[list[Gradient], list[tf.Tensor]]:
+    """On a replica: adds up gradients and other tensors over all replicas, with one call for each dtype of gradients.
+
+    A call takes one dtype only, so the others travel in the widest that gradients have.
+    """
+    present = [k for k, g in enumerate(sums) if g is not None]
+    dtypes = sorted({sums[k].dtype for k in present}, key=lambda dtype: dtype.size)
+    context = tf.distribute.get_replica_context()
+    found: list[Gradient] = [None] * len(sums)
+    for dtype in dtypes:
+        places = [k for k in present if sums[k].dtype == dtype]
+        along = [tf.cast(other, dtype) for other in others] if dtype is dtypes[-1] else []
+        added = context.all_reduce(tf.distribute.ReduceOp.SUM, [*(dense(sums[k]) for k in places), *along])
+        for k, g in zip(places, added, strict=False):
+            found[k] = g
+    return found, [tf.cast(value, WEIGHT) for value in added[len(places) :]]

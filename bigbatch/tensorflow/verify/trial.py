@@ -1,8 +1,8 @@
-"""A copy of the user's model, a batch, and the ways to take its gradient."""
+"""A copy of the user's model, a batch, and several ways to compute its gradient."""
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,22 +10,31 @@ import tensorflow as tf
 from ml_dtypes import finfo
 
 from ...core.errors import BigBatchWarning, OptionError
-from ...core.verify.compare import Gradient, Loop, Rows
-from ...core.verify.diagnosis import Array
+from ...core.verify.trial import Array, Gradient, Loop, Rows
 from ...core.weight import Reduction, Terms, as_terms, shares, totals
 from ...core.window import Window, cuts
-from .. import batch as nest
-from ..accumulator import Accumulator, Loss, Weight
-from ..checks import batch_norms, layers_of
+from ..accumulator import Accumulator
+from ..backward import Loss, Weight
+from ..batch import Layout, batch_size, part
 from ..distributed.one_replica import Share, one_replica
 from ..distributed.replicas import as_tf_variable
 from ..gradients import dense
 from ..internals import outside_of_scopes
-from .dropout import dropout_off, dropouts
+from ..layers import batch_norms, dropout_off, dropouts, with_value
 
 
 class Trial:
-    """As core/audit.py wants it. Dropout is switched off for the comparison, and that is said."""
+    """What core/verify/compare.py needs. Dropout is switched off for the comparison, and a note says so.
+
+    Args:
+        model: The model; all its variables are put back at the end.
+        batch: The whole batch.
+        loss: `loss(model, micro_batch)`.
+        micro_batch_size: Where the batch is cut.
+        weight: `weight(micro_batch)`; None if samples count.
+        reduction: "mean" or "sum".
+        strategy: The strategy of the model.
+    """
 
     def __init__(
         self,
@@ -42,21 +51,15 @@ class Trial:
         self.loss = loss
         self.weight = weight
         self.reduction: Reduction = reduction
-        self.layout = layout = nest.Layout(batch)
+        self.layout = layout = Layout(batch)
         self.batch = layout.pack(layout.tensors)
-        self.parts = [range(part.start, part.stop) for part in cuts(nest.batch_size(layout), micro_batch_size)]
-        self.epsilon = max((epsilon_of(v.dtype) for v in model.trainable_variables), default=epsilon_of("float64"))
+        self.parts = [range(rows.start, rows.stop) for rows in cuts(batch_size(layout), micro_batch_size)]
+        self.epsilon = max((_epsilon_of(v.dtype) for v in model.trainable_variables), default=_epsilon_of("float64"))
         self.micro_batches = [
-            layout.pack([nest.part(t, part.start, part.stop) for t in layout.tensors]) for part in self.parts
+            layout.pack([part(t, rows.start, rows.stop) for t in layout.tensors]) for rows in self.parts
         ]
         self._held = [(v, tf.identity(as_tf_variable(v))) for v in model.variables]
-        if names := [layer.name for layer in dropouts(model)]:
-            self._notes = [
-                f"dropout ({', '.join(names)}) was switched off for the comparison; in training each micro-batch draws "
-                "masks of its own, which is as good a draw as the full batch's but not the same"
-            ]
-        else:
-            self._notes = []
+        self._dropouts = [layer.name for layer in dropouts(model)]
 
     def full(self) -> Gradient:
         return self._gradient_of(self.batch)[0]
@@ -64,13 +67,13 @@ class Trial:
     def accumulated(self) -> Gradient:
         self._restore()
         eagerly = tf.config.functions_run_eagerly()
-        tf.config.run_functions_eagerly(True)  # so that the optimizer sees numbers
+        tf.config.run_functions_eagerly(True)  # the optimizer reads the values
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", BigBatchWarning)  # what there is to say will be a cause
+                warnings.simplefilter("ignore", BigBatchWarning)  # it will be reported as a cause
                 options: dict[str, Any] = {"weight": self.weight, "reduction": self.reduction}
                 with self.strategy.scope():
-                    optimizer = recorder()
+                    optimizer = _recorder()
                     accumulator = Accumulator(self.model, optimizer, self._loss, **options)
                 step = accumulator.step(Window(self.micro_batches))
         finally:
@@ -97,36 +100,33 @@ class Trial:
 
     def _weight_of(self, batch: Any) -> Terms:
         if self.weight is None:
-            return (nest.batch_size(nest.Layout(batch)),)
+            return (batch_size(Layout(batch)),)
         found = as_terms(self.weight(batch))
         return tuple(float(tf.reduce_sum(tf.cast(w, tf.float64))) for w in found)
 
     def _share_of(self, batch: Any) -> Share:
-        """How much of the whole batch this is, for a loss that divides by the size of the whole batch."""
+        """The share of the whole batch, for a loss that divides by the size of the whole batch."""
         found = shares(self._weight_of(batch), self._weight_of(self.batch), self.reduction)
         return Share(found[0] if len(found) == 1 else None)
 
     def notes(self) -> list[str]:
-        return list(self._notes)
+        if not self._dropouts:
+            return []
+        return [
+            f"dropout ({', '.join(self._dropouts)}) was switched off for the comparison; in training each micro-batch "
+            "draws masks of its own, which is as good a draw as the full batch's but not the same"
+        ]
 
     def layer_causes(self) -> list[str]:
-        if not (names := batch_norms(self.model)):
+        if not (names := [layer.name for layer in batch_norms(self.model)]):
             return []
         return [
             f"BatchNormalization in training mode ({', '.join(names)}) normalises by the micro-batch instead of the "
             "batch: freeze it, or use GroupNormalization or LayerNormalization"
         ]
 
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        frozen = [layer for layer in layers_of(self.model) if layer.name in batch_norms(self.model)]
-        for layer in frozen:
-            layer.trainable = False  # in Keras that is what makes it use its moving statistics
-        try:
-            yield
-        finally:
-            for layer in frozen:
-                layer.trainable = True
+    def quiet(self) -> AbstractContextManager[None]:
+        return with_value(batch_norms(self.model), "trainable", False)  # then it uses its moving statistics
 
     def blind_spots(self) -> list[str]:
         return []
@@ -147,7 +147,7 @@ class Trial:
             return self.loss(model, batch)
 
     def _gradient_of(self, batch: Any, term: int | None = None) -> tuple[Gradient, float]:
-        """Of a part of the batch, in which the loss is computed as the accumulator does it."""
+        """The gradient of a part of the batch, with the loss computed as the accumulator does."""
         self._restore()
         named = self._named()
         share = self._share_of(batch)
@@ -155,7 +155,7 @@ class Trial:
             with tf.GradientTape() as tape, one_replica(share):
                 terms = as_terms(self._loss(self.model, batch))
                 total = tf.add_n([tf.reshape(t, []) for t in terms]) if term is None else tf.reshape(terms[term], [])
-            self.epsilon = max(self.epsilon, epsilon_of(total.dtype))
+            self.epsilon = max(self.epsilon, _epsilon_of(total.dtype))
             found = tape.gradient(total, [as_tf_variable(v) for _, v in named])
         gradient = {name: dense(g).numpy() for (name, _), g in zip(named, found, strict=True) if g is not None}
         return gradient, float(total)
@@ -164,19 +164,19 @@ class Trial:
         return [(getattr(v, "path", v.name), v) for v in self.model.trainable_variables]
 
     def _restore(self) -> None:
-        """Moving statistics and random seeds as they were: they move with every pass."""
+        """Puts back moving statistics and random seeds, which change with every pass."""
         for variable, value in self._held:
             variable.assign(value)
 
     give_back = _restore
 
 
-def epsilon_of(dtype: Any) -> float:
+def _epsilon_of(dtype: Any) -> float:
     return float(finfo(tf.as_dtype(dtype).as_numpy_dtype).eps)
 
 
-def recorder() -> Any:
-    """An optimizer that changes nothing and remembers what it was given."""
+def _recorder() -> Any:
+    """An optimizer that changes nothing and keeps the gradients it is given."""
     import keras
 
     class Recorder(keras.optimizers.SGD):

@@ -1,4 +1,4 @@
-"""Full batch against accumulation, on the user's own model."""
+"""Compares accumulation with the full batch, on the user's own model."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from ...core.options import positive
 from ...core.verify.compare import audit
 from ...core.verify.result import Verification
 from ...core.weight import Reduction
-from .. import batch as nest
-from ..accumulator import Loss, Weight
+from ..backward import Loss, Weight
+from ..batch import Layout
 from ..distributed import replicas
 from .trial import Trial, wide_copy
 
@@ -25,19 +25,37 @@ def verify(
     tolerance: float | None = None,
     dtype: str = "float64",
 ) -> Verification:
-    """Compares the gradient of the full batch with the accumulated one, and says why where they differ.
+    """Compares the gradient of the full batch with the accumulated one, and names the cause if they differ.
 
-    A Sequential or Functional model is copied into float64. One that cannot be rebuilt from its configuration is
-    compared in its own dtype, on itself, and all its variables are put back. The tolerance is 1e-9 in float64, and
-    follows from the size of the sums in float32, unless it is given. A model that was made under a strategy
-    accumulates on its replicas, and the full batch is that of one device.
+        print(verify(model, batch, loss, micro_batch_size=8))
+
+    stands for a comparison of
+
+        with tf.GradientTape() as tape:
+            value = loss(model, batch)
+        tape.gradient(value, model.trainable_variables)
+
+    with the gradient that `Accumulator.step(batch)` hands to the optimizer. The model is not changed. A model that was
+    made under a strategy accumulates on its replicas; the full batch is computed on one device.
+
+    Args:
+        model: The model. A Sequential or Functional model is copied into `dtype`. One that cannot be rebuilt from its
+            configuration is compared in its own dtype, and all its variables are put back.
+        batch: A batch that fits into memory.
+        loss: `loss(model, micro_batch)`, as for Accumulator.
+        micro_batch_size: How many samples a micro-batch has.
+        weight: `weight(micro_batch)`, as for Accumulator.
+        reduction: "mean" or "sum", as for Accumulator.
+        tolerance: The largest relative error that counts as the same. None: 1e-9 in float64; in float32 it follows from
+            the size of the sums.
+        dtype: What the copy of the model computes in.
     """
     micro_batch_size = positive("micro_batch_size", micro_batch_size)
     strategy = replicas.strategy_of(model)
     with strategy.scope():
         twin = wide_copy(model, dtype)
     if twin is not model:
-        layout = nest.Layout(batch)
+        layout = Layout(batch)
         batch = layout.pack([tf.cast(t, dtype) if t.dtype.is_floating else t for t in layout.tensors])
     trial = Trial(twin, batch, loss, micro_batch_size, weight, reduction, strategy)
     try:

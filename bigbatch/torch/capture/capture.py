@@ -12,7 +12,7 @@ from ...core.weight import Terms
 from .. import batch as nest
 from ..backward import Backward, Loss, check_loss
 from ..distributed.ranks import Ranks
-from ..gradients import HAS_GRAD_DTYPE, GradientBuffer, Gradients
+from ..gradients import GradientBuffer, Gradients
 from ..internals import uncompiled
 from ..window import Shares
 from .fingerprint import PLAIN, fingerprint, modules_of
@@ -213,9 +213,4 @@ def _why_not(parameters: list[Tensor], loss: Any, gradients: Gradients, ranks: R
         return "only step() can be captured, which needs a loss: pass Accumulator(model, optimizer, loss, …)"
     if ranks.is_sharded:
         return "fully_shard gathers parameters in every pass, which cannot be captured: use DistributedDataParallel"
-    if not HAS_GRAD_DTYPE and (wide := [p for p in parameters if gradients.is_widened(p)]):
-        return (
-            f"{len(wide)} of {len(parameters)} parameters add up gradients in {gradients.wide_dtype(wide[0])}, which "
-            "can be captured from torch 2.10 on: update torch, or keep parameters in float32"
-        )
     return None

@@ -14,9 +14,8 @@ from torch.autograd.graph import get_gradient_edge
 from ...core.errors import CaptureError
 from ...core.weight import Terms
 from .. import batch as nest
-from .. import sums as arithmetic
 from ..backward import Backward, is_low
-from ..gradients import GradientBuffer, Gradients, clear, leaves_of
+from ..gradients import GradientBuffer, Gradients, clear, leaves_of, run_backward
 from ..internals import places_of_parameters
 from ..sums import Sums
 from .fingerprint import Snapshot
@@ -119,14 +118,14 @@ class Pass:
             before = Sums((p, g.clone()) for p, g in taken(parameters).items())  # they may lie in the buffers
             numbers = (1.0,) if is_any_low else self._scale
             seeds = [self._eager.seed(*pair).clone() for pair in zip(numbers, terms, strict=True)]
-            self._eager.run(terms, numbers)
+            run_backward(*self._eager.counted(terms, numbers))
             buffer.unalias()
             expected = taken(parameters)
             losses = [term.detach().reshape(()).clone() for term in terms]
             strangers = weakly(leaves_of(*terms).difference(parameters, nest.tensors(inputs)))
             del terms
             self._check(snapshot, expected, strangers)
-            if not (expected and math.isfinite(norm := arithmetic.norm(expected))):
+            if not (expected and math.isfinite(norm := expected.norm())):
                 return None
             snapshot.restore()
             recorded = self._record(static, seeds, losses, expected, device, pool, is_any_low)
@@ -228,9 +227,9 @@ class Pass:
 
     def _compare(self, recorded: Recorded, expected: Sums, losses: list[Tensor], norm: float) -> None:
         tolerance = self._tolerance(expected)
-        own = arithmetic.values(expected)
+        own = expected.tensors()
         norms = torch.stack(torch._foreach_norm(own)).double()
-        torch._foreach_sub_(own, arithmetic.values(Sums(recorded.buffers)))
+        torch._foreach_sub_(own, Sums(recorded.buffers).tensors())
         errors = torch.stack(torch._foreach_norm(own)).double() / (norms + norm / 100 + TINY)
         eager, replayed = (torch.stack([*map(Tensor.double, found)]) for found in (losses, recorded.losses))
         apart = torch.cat([errors, ((eager - replayed).abs() / (eager.abs() + TINY)).where(eager.isfinite(), 0.0)])

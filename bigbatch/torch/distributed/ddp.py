@@ -52,7 +52,7 @@ class DataParallel(Shared):
         self._others = Others(model)
         self._is_overlapping = False
         self._is_waiting = False
-        """Whether DDP will reduce in the next backward pass, whosever it is."""
+        """Whether DDP will reduce in the next backward pass, whoever runs it."""
         self._has_failed = False
         self._has_forgotten = False
         self._check_model(gradients)
@@ -61,7 +61,7 @@ class DataParallel(Shared):
         handle = model.register_forward_hook(lambda *_: note() if (note := noting()) else None)
         weakref.finalize(self, handle.remove)
 
-    # --- what is refused ---------------------------------------------------------------------------------
+    # --- checks ------------------------------------------------------------------------------------------
 
     def _check_model(self, gradients: Gradients) -> None:
         if self._model.static_graph:
@@ -89,7 +89,7 @@ class DataParallel(Shared):
         if internals.ddp_is_joining(self._model):
             raise OrderError("the step is inside of model.join(): leave it out and call flush() after the last batch")
 
-    # --- what DDP may still be waiting for ---------------------------------------------------------------
+    # --- a pass that was never finished ------------------------------------------------------------------
 
     def _note_pass(self) -> None:
         """Called after DDP's forward pass, which makes the next backward pass reduce."""
@@ -106,10 +106,10 @@ class DataParallel(Shared):
         internals.ddp_reset(self._model)
         self._is_waiting = self._has_failed = False
 
-    def agree(self, share: LocalCounts) -> Agreed:
+    def agree(self, counts: LocalCounts) -> Agreed:
         """If one rank has reset DDP, all do: its buckets are rebuilt, in which all ranks take part."""
         self._forget()
-        agreed = super().agree(share._replace(is_unfinished=self._has_forgotten))
+        agreed = super().agree(counts._replace(is_unfinished=self._has_forgotten))
 
         @functools.cache
         def then() -> Totals:
@@ -130,7 +130,7 @@ class DataParallel(Shared):
 
     # --- passes ------------------------------------------------------------------------------------------
 
-    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool = True) -> bool:
+    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool) -> bool:
         is_last = number == num_own - 1 and self._is_overlapping and is_whole
         if is_last:
             agreed()  # if DDP is to be reset, then before the pass that reduces

@@ -1,4 +1,4 @@
-"""Recognises how a model is shared among processes."""
+"""Recognises how a model is trained: by one process, in DistributedDataParallel or with fully_shard."""
 
 from __future__ import annotations  # some builds of torch have no process groups
 
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...core.errors import OptionError, warn
+from ...core.options import check_choice
 from .. import internals
 from ..gradients import Gradients
 from .ranks import Ranks, Reduce
@@ -21,9 +22,8 @@ _REMEDY = {
 
 
 def ranks_of(model: nn.Module, gradients: Gradients, group: dist.ProcessGroup | None, reduce: Reduce) -> Ranks:
-    """How this model's ranks work together. Raises OptionError if they could not give the whole batch's gradient."""
-    if reduce not in get_args(Reduce):
-        raise OptionError(f'reduce={reduce!r} is unknown: pass "window" or "micro_batch"')
+    """Returns the ranks of this model; raises OptionError if they could not compute the whole batch's gradient."""
+    check_choice("reduce", reduce, get_args(Reduce))
     inner = internals.uncompiled(model)
     own_kinds = {kind.__name__ for kind in type(inner).__mro__}
     if "DistributedDataParallel" in own_kinds:

@@ -2,20 +2,20 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ...core.errors import LossError, OptionError, OrderError, StateError, WeightError
+from ...core.errors import LossError, OptionError, OrderError, WeightError
 from ...core.weight import Terms
-from .. import batch as nest
 from .. import internals
+from ..batch import map_tensors
 from ..gradients import GradientBuffer, Gradients
 from ..precision import LOW
 from ..window import read
@@ -55,7 +55,7 @@ class Sharded(Shared):
         self._reduced = {p for p in model.parameters() if isinstance(p, DTensor)}
         self._check_model(model, gradients)
 
-    # --- what is refused ---------------------------------------------------------------------------------
+    # --- checks ------------------------------------------------------------------------------------------
 
     def _check_model(self, model: nn.Module, gradients: Gradients) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -100,7 +100,7 @@ class Sharded(Shared):
         agreed()  # the first pass gathers parameters, in which all ranks take part
         super().begin(micro_batches, agreed)
         if self.spare is None and micro_batches:
-            self.spare = nest.map_tensors(lambda tensor: tensor.clone(), micro_batches[0])
+            self.spare = map_tensors(Tensor.clone, micro_batches[0])
         if len(self._have_spare) < self.size:
             with_data = {rank for rank, num in enumerate(agreed().num_passes) if num}
             if with_data and self._have_spare.union(with_data) != set(range(self.size)):
@@ -110,16 +110,13 @@ class Sharded(Shared):
 
     def _hand_out(self, source: int) -> None:
         """Sends one rank's micro-batch to all, for those that never had data."""
-        found = [nest.map_tensors(lambda tensor: tensor.cpu(), self.spare)]
+        found = [map_tensors(Tensor.cpu, self.spare)]
         dist.broadcast_object_list(found, dist.get_global_rank(self.group, source), self._host_group)
         if self.spare is None:
-            self.spare = nest.map_tensors(lambda tensor: tensor.to(self._device), found[0])
+            self.spare = map_tensors(lambda tensor: tensor.to(self._device), found[0])
 
-    def num_passes(self, agreed: Agreed) -> int:
-        return max(agreed().num_passes)
-
-    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool = True) -> bool:
-        return number >= num_own - 1 and number == self.num_passes(agreed) - 1
+    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool) -> bool:
+        return number >= num_own - 1 and number == max(agreed().num_passes) - 1
 
     @contextmanager
     def passing(self, *, is_last: bool) -> Iterator[None]:
@@ -162,9 +159,6 @@ class Sharded(Shared):
 
     # --- one micro-batch at a time -----------------------------------------------------------------------
 
-    def raise_on_all_ranks_before_sync(self) -> AbstractContextManager[None]:
-        return self.raise_on_all_ranks()
-
     def sync_ranks(self, weight: Terms) -> Terms:
         """Waits for the other ranks, which all take part in a pass; returns the reference for weights.
 
@@ -192,13 +186,6 @@ class Sharded(Shared):
             )
         return tuple(total / self.size for total in totals.total)
 
-    def check_saving(self, num_micro_batches: int) -> None:
-        if self.holds_gradients:
-            raise StateError(
-                f"the gradients of {num_micro_batches} micro-batches are inside of the model until the window ends: "
-                'save after a step, or pass reduce="micro_batch"'
-            )
-
     def check_in_sync(self, totals: Totals, *, has_window: bool) -> None:
         if any(totals.num_passes) and (has_window or not totals.num_micro_batches):
             raise OrderError(
@@ -208,11 +195,10 @@ class Sharded(Shared):
 
     # --- one gradient in parts ---------------------------------------------------------------------------
 
-    def agree_on_overflow(self, scaler: GradScaler | None, optimizer: torch.optim.Optimizer) -> None:
+    def agree_on_overflow(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """Each rank has looked at its own part of the gradient: an overflow on one is one on all."""
-        if scaler is not None:
-            for found in internals.found_inf(scaler, optimizer):
-                dist.all_reduce(local(found), dist.ReduceOp.MAX, group=self.group)
+        for found in internals.found_inf(scaler, optimizer):
+            dist.all_reduce(local(found), dist.ReduceOp.MAX, group=self.group)
 
 
 def _dtype_of_sums(group: Any, *, is_whole: bool) -> torch.dtype:

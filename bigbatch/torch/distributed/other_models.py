@@ -61,7 +61,7 @@ class Others:
 
 @functools.cache
 def _watch() -> None:
-    """Once for all models: has every one of them seen by the `Others` that is active in its thread."""
+    """Once for all models: each forward pass in DDP is reported to the `Others` that is active in its thread."""
 
     def see(model: Any) -> None:
         if (others := getattr(_here, "others", None)) is not None:

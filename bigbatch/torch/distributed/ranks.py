@@ -1,4 +1,4 @@
-"""The processes that train one model together, each on its part of the batch; here the one that is alone."""
+"""The ranks that train one model together, each on its part of the batch; or the one process that trains alone."""
 
 from __future__ import annotations  # some builds of torch have no process groups
 
@@ -12,111 +12,105 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from ...core.errors import OptionError, OrderError, RankError
-from ...core.weight import Terms
+from ...core.weight import Reduction, Terms, shares, weighted
 from ..gradients import GradientBuffer, Gradients
-from ..window import fetch_weighted, weighted_now
 from .totals import Agreed, LocalCounts, Totals, exchange
 
 Reduce = Literal["window", "micro_batch"]
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Ranks:
-    """A model that one process trains alone, and what is asked of one that several share.
+    """One process that trains a model alone; and the methods of a model that several ranks train together.
 
-    A step goes like this on every rank, with or without data of its own:
+    A step, on every rank, with or without data of its own:
 
-        with ranks.raise_on_all_ranks():                        # what is refused here is refused on all ranks
+        with ranks.raise_on_all_ranks():                # checks of the input
             ranks.check(…)
-        agreed = ranks.agree(share)                  # a small reduction, waited for when it is needed
-        with ranks.passing(is_last=…):               # around forward and backward of every micro-batch
-            …
-        ranks.complete(buffer)                   # what was collected is now that of all ranks
+        agreed = ranks.agree(counts)                    # a small all-reduce, waited for when the totals are needed
+        with ranks.window():
+            for micro_batch in window:
+                with ranks.passing(is_last=…):
+                    …                                   # forward and backward
+            ranks.complete(buffer)                      # the sums are now those of all ranks
+
+    Attributes:
+        is_shared: Whether several ranks train the model together.
+        is_sharded: Whether each rank holds a part of each parameter; all then run the model equally often.
+        holds_gradients: Whether micro-batches leave their gradients inside of the model until the window ends.
+        divisor: What the gradients of all ranks are divided by when they are reduced.
+        spare: A micro-batch for a rank that has none but has to run the model.
     """
 
-    is_shared = False
-    size = 1
-    rank = 0
-    divisor = 1.0
-    """What the gradients of all ranks are divided by when they are reduced."""
-    is_sharded = False
-    holds_gradients = False
-    """Whether micro-batches leave their gradients inside of the model until the window ends."""
+    is_shared = is_sharded = holds_gradients = False
+    size, rank, divisor = 1, 0, 1.0
     spare: Any = None
-    """Something to go through the model with, for a rank that has nothing itself."""
-    _nothing: AbstractContextManager[None] = nullcontext()
 
-    def agree(self, share: LocalCounts) -> Agreed:
-        """Starts the exchange of the counts; what it returns waits for the totals, if they have not come yet."""
-        totals = Totals(
-            share.total or (0,),
-            (share.num_passes,),
-            share.num_micro_batches,
-            share.is_ending,
-            num_hooks=(share.num_hooks,),
-        )
+    def agree(self, counts: LocalCounts) -> Agreed:
+        """Starts the exchange of the counts; returns a function that waits for the totals."""
+        total, num_passes, num_micro_batches, is_ending, *_ = counts
+        totals = Totals(total or (0,), (num_passes,), num_micro_batches, is_ending, num_hooks=(counts.num_hooks,))
         return lambda: totals
 
-    def raise_on_all_ranks(self) -> AbstractContextManager[None]:
-        """Around what may refuse its input before the ranks agree: the others hear of it."""
-        return self._nothing
+    def sum_losses(
+        self, losses: Sequence[Sequence[Any]], weights: Sequence[Terms], total: Terms, reduction: Reduction
+    ) -> Callable[[], Terms]:
+        """Returns how to fetch the loss of the whole batch, term by term."""
+        columns = [
+            torch.stack(term) if all(isinstance(value, Tensor) for value in term) else term
+            for term in zip(*losses, strict=True)
+        ]
+        return lambda: _weighted(columns, [shares(weight, total, reduction) for weight in weights])
 
-    def raise_on_all_ranks_before_sync(self) -> AbstractContextManager[None]:
-        """The same around what comes before `sync_ranks`, where ranks meet."""
-        return self._nothing
+    def drop(self) -> None:
+        """After an error: forgets the gradients inside of the model."""
+
+    def check_in_sync(self, totals: Totals, *, has_window: bool) -> None:
+        """Raises OrderError if this rank ends its window while others go on, and all must feed equally many."""
+
+    def agree_on_overflow(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """If each rank has unscaled a part of the gradient, makes an overflow on one of them one on all."""
+
+    # --- if several ranks train the model together ------------------------------------------------------------
+
+    def raise_on_all_ranks(self) -> AbstractContextManager[None]:
+        """If an input check inside fails on this rank, raises on all ranks instead of hanging."""
+        return _NOTHING
 
     def check(self, gradients: Gradients, weights: Sequence[Terms] = ()) -> None:
-        """Refuses what could not be reduced over ranks."""
+        """Raises if something could not be reduced over ranks."""
 
     def begin(self, micro_batches: Sequence[Any], agreed: Agreed) -> None:
-        """Before the first pass of a window that is at hand."""
+        """Called before the first pass of `step()`."""
 
     def window(self) -> AbstractContextManager[None]:
-        """Around all passes: if anything is raised, nothing is left of them inside of the model."""
-        return self._nothing
+        """Around all passes: after an error nothing is left of them inside of the model."""
+        return _NOTHING
 
-    def num_passes(self, agreed: Agreed) -> int:
-        """How many times this rank has to go through the model at least."""
-        return 0
-
-    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool = True) -> bool:
-        """Whether gradients are reduced in the pass of this number; `is_whole` if no term counts zero in it."""
+    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool) -> bool:
+        """Whether the pass with this number reduces the gradients; `is_whole` if no term is left out in it."""
         return False
 
     def passing(self, *, is_last: bool) -> AbstractContextManager[None]:
-        return self._nothing
+        """Around forward and backward of one micro-batch."""
+        return _NOTHING
 
     def check_loss_dtype(self, *, is_low: bool) -> None:
-        """Between forward and backward: a loss in low precision gets its weight after its backward pass."""
+        """Between forward and backward: raises LossError if a loss in low precision cannot be weighed here."""
 
     def complete(self, buffer: GradientBuffer, *, is_whole: bool = True) -> None:
         """Reduces the gradients if no pass has; `is_whole` if no pass of this rank left out a term."""
 
-    def drop(self) -> None:
-        """After an error: forgets what is inside of the model of a window that nobody will finish."""
-
     def buffers_kept(self) -> AbstractContextManager[None]:
-        """Around a pass that must not show in running statistics."""
-        return self._nothing
+        """Around a pass that must not change running statistics."""
+        return _NOTHING
 
     def sync_ranks(self, weight: Terms) -> Terms:
-        """Before a micro-batch that is fed by itself; what weights are measured by, if ranks must have it in common."""
+        """Before a micro-batch of `micro_batch()`; returns the reference for weights if all ranks need the same."""
         return ()
 
-    def check_in_sync(self, totals: Totals, *, has_window: bool) -> None:
-        """Refuses to end a window that other ranks go on with, if all must feed equally many micro-batches."""
-
-    def check_saving(self, num_micro_batches: int) -> None:
-        """Refuses to save a window whose gradients cannot be had."""
-
-    def sum_losses(self, losses: Sequence[Sequence[Any]], by: list[Terms], num_terms: int) -> Callable[[], Terms]:
-        """The loss of the whole batch; fetched when somebody asks."""
-        return fetch_weighted(losses, by)
-
     def check_hooks(self, num_hooks: tuple[int, ...], *, has_changed: bool) -> None:
-        """Refuses hooks that change the gradient on some ranks and are not there on others; reading it is fine."""
-
-    def agree_on_overflow(self, scaler: GradScaler | None, optimizer: torch.optim.Optimizer) -> None:
-        """Where each rank has seen only a part of the gradient."""
+        """Raises RankError if hooks changed the gradient on some ranks that other ranks do not have."""
 
 
 class Shared(Ranks):
@@ -133,13 +127,13 @@ class Shared(Ranks):
         self._is_reduced = False
         self._reduced: set[Tensor] = set()
         """The parameters whose gradients are reduced."""
-        # Numbers travel over the host: no rank waits for a device to know how much there is
+        # Counts are exchanged on the host, so that no rank waits for its device
         has_host = "cpu" in dist.get_backend_config(group)
         self._host_group = group if has_host else _host_group(group)
 
-    def agree(self, share: LocalCounts) -> Agreed:
+    def agree(self, counts: LocalCounts) -> Agreed:
         self._is_reduced = False
-        return exchange(share, self._host_group)
+        return exchange(counts, self._host_group)
 
     def begin(self, micro_batches: Sequence[Any], agreed: Agreed) -> None:
         if self._has_sync_batch_norm and len(set(agreed().num_passes)) > 1:
@@ -184,9 +178,12 @@ class Shared(Ranks):
                 "hooks on every rank"
             )
 
-    def sum_losses(self, losses: Sequence[Sequence[Any]], by: list[Terms], num_terms: int) -> Callable[[], Terms]:
-        """Every rank takes part, so it starts at once, whether or not somebody will ask."""
-        sums = weighted_now(losses, by, num_terms, self._device)
+    def sum_losses(
+        self, losses: Sequence[Sequence[Any]], weights: Sequence[Terms], total: Terms, reduction: Reduction
+    ) -> Callable[[], Terms]:
+        """All ranks take part, so the all-reduce starts at once, whether or not the loss is read."""
+        by = [shares(weight, total, reduction) for weight in weights]
+        sums = _weighted_now(losses, by, len(total), self._device)
         work = dist.all_reduce(sums, group=self.group, async_op=True)
 
         def fetch() -> Terms:
@@ -201,7 +198,7 @@ def _host_group(group: dist.ProcessGroup) -> Any:
 
 
 def check_group(group: dist.ProcessGroup | None, own: dist.ProcessGroup) -> None:
-    """Refuses a group of other ranks than those that reduce the model's gradients."""
+    """Raises OptionError if the group has other ranks than those that reduce the model's gradients."""
     if group is None or group is own:
         return
     given, wanted = map(dist.get_process_group_ranks, (group, own))
@@ -210,3 +207,27 @@ def check_group(group: dist.ProcessGroup | None, own: dist.ProcessGroup) -> None
             f"group has {len(given)} ranks but the model's gradients are reduced over {len(wanted)}: "
             "leave group out, or give the model the same group"
         )
+
+
+def _weighted(columns: list[Any], by: list[Terms]) -> Terms:
+    """The loss of the whole batch, fetched from the device."""
+    fetched = [column.tolist() if isinstance(column, Tensor) else column for column in columns]
+    return weighted(list(zip(*fetched, strict=True)), by)
+
+
+def _weighted_now(losses: Sequence[Sequence[Any]], by: list[Terms], num_terms: int, device: torch.device) -> Tensor:
+    """The loss of the whole batch as a tensor on the device, without waiting; zero if there are no losses."""
+    if not any(isinstance(value, Tensor) for terms in losses for value in terms):
+        return torch.tensor(
+            weighted([*map(tuple, losses)], by) or [0.0] * num_terms, dtype=torch.float64, device=device
+        )
+    sums = []
+    for values, scales in zip(zip(*losses, strict=True), zip(*by, strict=True), strict=True):
+        counted = [(value, scale) for value, scale in zip(values, scales, strict=True) if scale]
+        if not counted:
+            sums.append(torch.zeros((), dtype=torch.float64, device=device))
+            continue
+        kept, factors = zip(*counted, strict=True)
+        products = torch._foreach_mul(list(torch.stack(kept).double().unbind()), factors)  # takes plain numbers along
+        sums.append(torch.stack(products).sum())
+    return torch.stack(sums)

@@ -1,4 +1,4 @@
-"""What the ranks tell each other once a step: how much each of them has to add."""
+"""The counts that the ranks exchange once a step, in one small all-reduce."""
 
 from __future__ import annotations  # some builds of torch have no process groups
 
@@ -12,57 +12,58 @@ import torch.distributed as dist
 from ...core.errors import LossError, RankError
 from ...core.weight import Terms
 
-MAX_TERMS = 16
-"""How many terms a loss may have where several ranks share it: a rank without data does not know how many."""
+_MAX_TERMS = 16
+"""How many terms the loss of a shared model may have: a rank without data does not know the number."""
 
 
 class LocalCounts(NamedTuple):
-    """What one rank brings to a step."""
+    """What one rank brings to a step.
+
+    Args:
+        total: The weight of its micro-batches, term by term; empty if it has none.
+        num_passes: How many of them have a weight, and so go through the model.
+        num_micro_batches: How many it has.
+        is_ending: Whether it has no more data after this, and only takes part in the steps of the others.
+        has_failed: Whether it has refused its input.
+        is_unfinished: Whether its model is still waiting for a backward pass that will not come.
+        num_hooks: How many hooks its parameters have.
+    """
 
     total: Terms = ()
-    """The weight of its micro-batches, term by term; empty if it has none."""
     num_passes: int = 0
-    """How many of them have a weight, and so go through the model."""
     num_micro_batches: int = 0
     is_ending: bool = False
-    """Whether it has no more data after this, and only takes part in what the others have."""
     has_failed: bool = False
     is_unfinished: bool = False
-    """Whether the model of this rank is still waiting for a backward pass that will not come."""
     num_hooks: int = 0
-    """How many hooks its parameters have."""
 
 
 class Totals(NamedTuple):
-    """What all ranks together bring to a step."""
+    """The counts of all ranks: added up, or a tuple by rank. `is_ending` is true of all, `is_unfinished` of any."""
 
     total: Terms
     num_passes: tuple[int, ...]
-    """By rank."""
     num_micro_batches: int
     is_ending: bool
-    """Whether no rank has more data."""
     is_unfinished: bool = False
-    """Whether the model of any rank is."""
     num_hooks: tuple[int, ...] = (0,)
-    """By rank."""
 
 
 Agreed = Callable[[], Totals]
-"""Waits for the totals, if it has not come yet."""
+"""Returns the totals; waits if they have not arrived."""
 
 
 def exchange(share: LocalCounts, group: dist.ProcessGroup) -> Agreed:
-    """Starts the one small reduction of a step, which goes on while this rank does its work."""
+    """Starts the one small all-reduce of a step, which goes on while this rank works."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     num_terms = len(share.total)
-    if num_terms > MAX_TERMS:
-        raise LossError(f"the loss has {num_terms} terms but ranks can share {MAX_TERMS}: add some of them up")
+    if num_terms > _MAX_TERMS:
+        raise LossError(f"the loss has {num_terms} terms but ranks can share {_MAX_TERMS}: add some of them up")
     by_rank = torch.zeros(5, size, dtype=torch.float64)
     by_rank[:, rank] = torch.tensor(
         [share.num_passes, share.is_ending, share.has_failed, share.is_unfinished, share.num_hooks]
     )
-    terms = [*share.total, *[0] * (MAX_TERMS - num_terms)]
+    terms = [*share.total, *[0] * (_MAX_TERMS - num_terms)]
     has_terms = num_terms > 0
     head = torch.tensor([share.num_micro_batches, has_terms, num_terms, num_terms**2, *terms], dtype=torch.float64)
     message = torch.cat([head, by_rank.flatten()])
@@ -73,7 +74,7 @@ def exchange(share: LocalCounts, group: dist.ProcessGroup) -> Agreed:
         work.wait()
         num_micro_batches, num_with_terms, num_all_terms, squares, *rest = message.tolist()
         passes, ending, failed, unfinished, hooks = (
-            rest[MAX_TERMS + k * size : MAX_TERMS + (k + 1) * size] for k in range(5)
+            rest[_MAX_TERMS + k * size : _MAX_TERMS + (k + 1) * size] for k in range(5)
         )
         if any(failed):
             raise RankError(

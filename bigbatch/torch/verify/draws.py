@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on how a batch is cut: drawn once for the batch, handed out in parts."""
+"""Random numbers that do not depend on how a batch is cut: drawn once for the whole batch, then cut like it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ _MULTINOMIAL = torch.ops.aten.multinomial.default
 
 
 class Recording(TorchDispatchMode):
-    """Records every random draw made inside, in order; None for one that cannot be cut like the batch."""
+    """Records every random draw inside its block, in order; None for a draw that cannot be cut like the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Recording(TorchDispatchMode):
 
 
 class Replay(TorchDispatchMode):
-    """Replaces the draws for a part of the batch by that part of what was drawn for the whole.
+    """Replaces the draws for a micro-batch by its part of the draws for the whole batch.
 
     Args:
         draws: What `Recording` recorded for the whole batch.
@@ -45,7 +45,7 @@ class Replay(TorchDispatchMode):
         """False once a draw could not be replaced: it cannot be cut, or the number of draws depends on the data."""
 
     def start(self, rows: Sequence[int] | None) -> None:
-        """From here on the draws are for these samples of the batch; None to leave draws alone."""
+        """From here on, draws are for these samples of the batch; None leaves them unchanged."""
         self._rows = rows
         self._next = 0
 
@@ -56,7 +56,7 @@ class Replay(TorchDispatchMode):
         fresh = out[1] if func is _DROPOUT else out
         drawn = self._draws[self._next] if self._next < len(self._draws) else None
         self._next += 1
-        mine = part_of(drawn, fresh, self._rows, self._batch_size)
+        mine = _part_of(drawn, fresh, self._rows, self._batch_size)
         if mine is None:
             self.is_faithful = False
             return out
@@ -67,8 +67,8 @@ class Replay(TorchDispatchMode):
         return out
 
 
-def part_of(drawn: Tensor | None, fresh: Any, rows: Sequence[int], batch_size: int) -> Tensor | None:
-    """What was drawn for these samples: a part of `drawn` along the one axis that scales with their number."""
+def _part_of(drawn: Tensor | None, fresh: Any, rows: Sequence[int], batch_size: int) -> Tensor | None:
+    """The part of `drawn` that belongs to these samples, along the only axis that grows with their number."""
     if drawn is None or not isinstance(fresh, Tensor) or drawn.ndim != fresh.ndim:
         return None
     differing = [axis for axis in range(drawn.ndim) if drawn.shape[axis] != fresh.shape[axis]]
@@ -86,7 +86,7 @@ def part_of(drawn: Tensor | None, fresh: Any, rows: Sequence[int], batch_size: i
 
 
 def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the call draws anything. Dropout of zero, in attention say, does not."""
+    """Whether the call draws random numbers. Dropout of zero, in attention say, does not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for number, argument in enumerate(func._schema.arguments):
@@ -97,9 +97,10 @@ def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _is_all(func: Any, args: Any, out: Any) -> bool:
-    """Whether the output holds all that was drawn and can be cut like the batch.
+    """Whether the output is everything that was drawn, and can be cut like the batch.
 
-    Not where noise is written into another argument; and not a permutation, or samples picked from the whole batch.
+    It is not if noise is also written into another argument. A permutation, and samples picked from the whole batch,
+    cannot be cut.
     """
     if func.overloadpacket is torch.ops.aten.randperm or (func is _MULTINOMIAL and args[0].ndim == 1):
         return False

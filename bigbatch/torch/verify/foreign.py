@@ -1,4 +1,4 @@
-"""What a foreign loop does with its optimizers: the gradients at each step, which the loop may zero afterwards."""
+"""The optimizer steps of the user's own loop, with their gradients, which the loop may zero afterwards."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,27 +7,27 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...core.verify.diagnosis import Array
+from ...core.verify.trial import Array
 
 
 class Steps:
-    """Watches, inside a `with` block, the steps of all optimizers that hold some of these parameters."""
+    """Records, inside its block, the steps of all optimizers that hold some of these parameters."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._own = set(parameters)
         self._num: dict[Tensor, int] = {}
         self._num_elsewhere = 0
         self.gradients: dict[Tensor, Array] = {}
-        """As they were at the first step that used them."""
+        """The gradients at the first step that used them."""
 
     def __enter__(self) -> "Steps":
-        self._handle = register_optimizer_step_pre_hook(self._see)
+        self._handle = register_optimizer_step_pre_hook(self._record)
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._handle.remove()
 
-    def _see(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _record(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"] if p in self._own]
         self._num_elsewhere += not held
         for p in held:
@@ -36,7 +36,7 @@ class Steps:
                 self.gradients.setdefault(p, as_array(p.grad))
 
     def causes(self, num_micro_batches: int) -> list[str]:
-        """What is wrong with these steps, in sentences."""
+        """The mistakes in these steps."""
         found = []
         num = max(self._num.values(), default=0)
         if num > 1:
@@ -53,7 +53,7 @@ class Steps:
 
 
 def as_array(gradient: Tensor) -> Array:
-    """A copy on the host."""
+    """A dense copy on the host."""
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     found: Array = dense.detach().cpu().numpy().copy()
     return found

@@ -43,10 +43,21 @@ class _Call(NamedTuple):
 def _time_major_calls(model: nn.Module) -> Iterator[list[_Call]]:
     """Collects, inside the block, the calls of layers whose leading axis is time."""
     calls: list[_Call] = []
-    handles = [
-        module.register_forward_pre_hook(_recorder(calls, name or "the model", module), with_kwargs=True)
-        for name, module in _layers(model)
-    ]
+    names = _layers(model)
+
+    def record(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor | PackedSequence)), None)
+        what = f"{names[layer]} ({type(layer).__name__}"
+        if isinstance(x, PackedSequence):  # packed along its samples, whatever batch_first is
+            calls.append(_Call(f"{what}, packed)", len(x.batch_sizes), int(x.batch_sizes[0])))
+        elif x is None or x.is_nested or torch.compiler.is_compiling():
+            return
+        elif x.ndim == 2 and isinstance(layer, _RECURRENT_OR_ATTENTION):
+            calls.append(_Call(f"{what}, which takes 2 axes for time and features)", len(x), None))
+        elif x.ndim > 2 and not layer.batch_first:
+            calls.append(_Call(f"{what} with batch_first=False)", x.size(0), x.size(1)))
+
+    handles = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in names]
     try:
         yield calls
     finally:
@@ -54,44 +65,25 @@ def _time_major_calls(model: nn.Module) -> Iterator[list[_Call]]:
             handle.remove()
 
 
-def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """All layers with `batch_first`: torch's recurrent layers and attention, and others that follow their example."""
+def _layers(model: nn.Module) -> dict[nn.Module, str]:
+    """All layers with `batch_first`, by name: torch's recurrent layers and attention, and others written like them."""
     modules = list(model.named_modules())
     if any(is_compiled(module) for _, module in modules):
-        return []  # torch.compile would trace the hooks and compile the model twice
-    return [
-        (name, module)
+        return {}  # torch.compile would trace the hooks and compile the model twice
+    return {
+        module: name or "the model"
         for name, module in modules
         if isinstance(getattr(module, "batch_first", None), bool) and not isinstance(module, torch.jit.ScriptModule)
-    ]
-
-
-def _recorder(calls: list[_Call], name: str, layer: Any) -> Callable[..., None]:
-    def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor | PackedSequence)), None)
-        if isinstance(x, PackedSequence):  # packed along its samples, whatever batch_first is
-            num_steps, num_samples = len(x.batch_sizes), int(x.batch_sizes[0])
-            calls.append(_Call(f"{name} ({type(layer).__name__}, packed)", num_steps, num_samples))
-            return
-        if x is None or x.is_nested or torch.compiler.is_compiling():
-            return
-        if x.ndim == 2 and isinstance(layer, _RECURRENT_OR_ATTENTION):
-            calls.append(
-                _Call(f"{name} ({type(layer).__name__}, which takes 2 axes for time and features)", len(x), None)
-            )
-        elif x.ndim > 2 and not layer.batch_first:
-            calls.append(_Call(f"{name} ({type(layer).__name__} with batch_first=False)", x.size(0), x.size(1)))
-
-    return record
+    }
 
 
 def cut_along_time(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any) -> str | None:
-    """A sentence if cutting a batch into micro-batches like this one cuts it along time; else None.
+    """Returns an error message if cutting a batch into micro-batches like this one cuts it along time; else None.
 
-        sentence = cut_along_time(lambda rows: loss(model, rows), model, micro_batches[0])
+        message = cut_along_time(lambda rows: loss(model, rows), model, micro_batches[0])
 
-    The loss is computed twice, with two numbers of rows. If the time axis of some layer has that many steps both times,
-    the batch is cut along time. A batch whose samples come first, transposed in forward, changes the sample axis
+    It computes the loss twice, with two numbers of rows. If the time axis of some layer has that many steps both times,
+    the batch is cut along time. If the samples come first and forward transposes them, the sample axis changes
     instead. This runs without gradients, and leaves buffers and random state as they were.
 
     Args:
@@ -103,14 +95,14 @@ def cut_along_time(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any
     with _time_major_calls(model) as calls:
         _run_aside(run, model, whole)
     found = _confirmed(calls, run, model, micro_batch, other)
-    return None if found is None else _sentence(found, micro_batch)
+    return None if found is None else _message(found, micro_batch)
 
 
 def cut_along_axis_1(batch: Any, micro_batch_size: int) -> list[Any] | None:
-    """The batch cut along its second axis, to try whether that is the axis of samples; None if it has no such axis.
+    """Cuts a batch along its second axis, to test whether that is the axis of samples; None if it has no such axis.
 
-    This is for time-major models without a layer that shows it. If accumulating these micro-batches gives the gradient
-    of the batch, and accumulating its rows does not, the batch is time-major.
+    For time-major models without a layer that shows it: if accumulating these micro-batches gives the gradient of the
+    batch, and accumulating its rows does not, the batch is time-major.
     """
     sizes = {tensor.size(1) for tensor in nest.tensors(batch) if tensor.ndim > 1}
     if len(sizes) != 1 or (size := sizes.pop()) < 2:
@@ -121,7 +113,7 @@ def cut_along_axis_1(batch: Any, micro_batch_size: int) -> list[Any] | None:
     ]
 
 
-def _sentence(call: _Call, micro_batch: Any) -> str:
+def _message(call: _Call, micro_batch: Any) -> str:
     rows = nest.batch_size(micro_batch)
     return f"the batch is cut along time: a micro-batch of {rows} rows {call.arrives()}; {call.remedy()}"
 
@@ -129,7 +121,7 @@ def _sentence(call: _Call, micro_batch: Any) -> str:
 def _confirmed(
     calls: list[_Call], run: Callable[[Any], Any], model: nn.Module, micro_batch: Any, other: Any
 ) -> _Call | None:
-    """The call whose number of time steps is the number of rows, with another number of rows too."""
+    """The call whose number of time steps is the number of rows, and with `other` too if that can run."""
     num_rows = nest.batch_size(micro_batch)
     suspects = [call for call in calls if call.num_steps == num_rows]
     if not suspects or other is None:
@@ -145,7 +137,7 @@ def _confirmed(
 
 
 def _by_its_shape(suspects: list[_Call], micro_batch: Any) -> _Call | None:
-    """The call with both axes of a tensor of the micro-batch, if its sample axis cannot come from the rows."""
+    """The call with both axes of a tensor in the micro-batch, if its sample axis cannot come from the rows."""
     rows = nest.batch_size(micro_batch)
     seconds = {tensor.size(1) for tensor in _dense(micro_batch) if tensor.ndim > 1} - {1}
     fitting = [call for call in suspects if call.num_steps == rows and call.num_samples in seconds]
@@ -153,7 +145,7 @@ def _by_its_shape(suspects: list[_Call], micro_batch: Any) -> _Call | None:
 
 
 def _resized(micro_batch: Any) -> Any:
-    """The micro-batch without its last row, or with its only row twice; None if its tensors cannot be cut."""
+    """The micro-batch without its last row, or with its only row twice; None if some tensors cannot be cut."""
     size = nest.batch_size(micro_batch)
     if len(_dense(micro_batch)) < len(nest.tensors(micro_batch)):
         return None
@@ -163,7 +155,7 @@ def _resized(micro_batch: Any) -> Any:
 
 
 def _run_aside(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any) -> None:
-    """Runs with copies of the buffers: a backward pass may still need the originals as they are."""
+    """Runs on copies of the buffers, because a backward pass may still need the originals."""
     held = [(own, dict(own)) for own in map(own_buffers, model.modules()) if own]
     try:
         for own, buffers in held:
@@ -176,18 +168,18 @@ def _run_aside(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any) ->
 
 
 class TimeAxis:
-    """Watches the first pass of the first window that has several micro-batches, to find batches cut along time.
+    """Watches the first pass of the first window with several micro-batches, to find batches cut along time.
 
         axis.begin(micro_batches, …)        # once a window
         if axis.is_watching:                # before its first micro-batch
             loss = axis.watched(loss)
 
-    If the batch was cut along time, BatchError is raised before anything has changed. A `Window` of micro-batches was
-    not cut; if these are weighted by their leading axis, and that is time, there is a warning.
+    If the batch was cut along time, it raises BatchError before anything has changed. A `Window` of micro-batches was
+    not cut: if they are weighted by their leading axis, and that is time, it warns.
 
     Args:
         model: The model whose layers are watched.
-        can_run_twice: False if several ranks train the model, since a pass may wait for the other ranks.
+        can_run_twice: False if several ranks train the model, because a pass may wait for the other ranks.
     """
 
     def __init__(self, model: nn.Module, *, can_run_twice: bool) -> None:
@@ -202,7 +194,7 @@ class TimeAxis:
         return bool(_layers(self._model))
 
     def begin(self, micro_batches: Sequence[Any], *, is_cut: bool, is_counted: bool) -> None:
-        """Before a window. `is_counted`: whether the weight of a micro-batch is the size of its leading axis."""
+        """Starts a window; `is_counted` says whether a micro-batch counts by the size of its leading axis."""
         self.is_watching = False
         if self._has_looked or len(micro_batches) < 2 or not (is_cut or is_counted):
             return
@@ -210,18 +202,15 @@ class TimeAxis:
         self.is_watching = is_cut or len(set(map(_shapes, micro_batches))) > 1  # else their weights are equal
 
     def watched(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """The same loss, which looks at the layers while it is computed."""
+        """Wraps the loss: the first call looks at the layers."""
         self.is_watching, self._has_looked = False, True
 
         def watched(model: nn.Module, micro_batch: Any) -> Any:
-            other = _resized(micro_batch)  # before the loss changes it
+            other = _resized(micro_batch) if self._can_run_twice else None  # before the loss changes it
             whole = nest.map_tensors(lambda tensor: tensor, micro_batch)
             with _time_major_calls(self._model) as calls:
                 found = loss(model, micro_batch)
-            if self._can_run_twice:
-                call = _confirmed(calls, lambda rows: loss(model, rows), self._model, whole, other)
-            else:
-                call = _by_its_shape(calls, whole)
+            call = _confirmed(calls, lambda rows: loss(model, rows), self._model, whole, other)
             if call is not None:
                 self._report(call, whole)
             return found
@@ -231,7 +220,7 @@ class TimeAxis:
     def _report(self, call: _Call, micro_batch: Any) -> None:
         if self._is_cut:
             self._has_looked = False  # so that the next batch is refused too
-            raise BatchError(_sentence(call, micro_batch))
+            raise BatchError(_message(call, micro_batch))
         warn(
             f"micro-batches count by their leading axis, which is time: one of {nest.batch_size(micro_batch)} rows "
             f"{call.arrives()}; pass weight=…, for example weight=lambda batch: batch[0].size(1), or {call.remedy()}"

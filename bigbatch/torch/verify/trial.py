@@ -1,18 +1,18 @@
 """A copy of the user's model, a batch, and the ways to take its gradient."""
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...core.batch import batch_norm_causes
 from ...core.errors import BigBatchWarning
-from ...core.verify.compare import Gradient, Loop, Rows
-from ...core.verify.diagnosis import Array
-from ...core.weight import Reduction, Terms, as_terms, shares, totals
+from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
+from ...core.weight import Reduction, Terms, as_terms
 from ...core.window import Window, cuts
 from .. import batch as nest
 from .. import hooks
@@ -29,7 +29,7 @@ from .time_major import cut_along_axis_1, cut_along_time
 
 
 class Trial:
-    """The `Trial` of core/verify for torch. Dropout uses the same masks on both sides, if they can be cut."""
+    """See core/verify/trial.py. Dropout uses the same masks for both gradients, if they can be cut."""
 
     def __init__(
         self,
@@ -39,8 +39,7 @@ class Trial:
         micro_batch_size: int,
         weight: Weight | None,
         reduction: Reduction,
-        *,
-        is_training: bool = True,
+        is_training: bool,
     ) -> None:
         self.model = model
         self.batch = batch
@@ -48,8 +47,7 @@ class Trial:
         self.weight = weight
         self.reduction: Reduction = reduction
         self.batch_size = nest.batch_size(batch)
-        self.micro_batch_size = micro_batch_size
-        nest.cut(batch, micro_batch_size)  # raises if it cannot be cut
+        nest.cut(batch, micro_batch_size)  # raises BatchError if it cannot be cut
         self.parts = [range(part.start, part.stop) for part in cuts(self.batch_size, micro_batch_size)]
         self.parameters = list(model.parameters())
         self.epsilon = max(torch.finfo(p.dtype).eps for p in self.parameters)
@@ -57,86 +55,89 @@ class Trial:
         self._value_of = {t: t.detach().clone() for t in (*self.parameters, *model.buffers())}
         self._random = RandomState(cuda_devices_of(model))
         self._replay: Replay | None = None
-        self._others: list[str] = []
-        self._about: list[str] = []
+        self._other_draws: list[str] = []
+        """The random generators that were used outside of torch's operations."""
+        self._mode_notes: list[str] = []
         self._notes: list[str] = []
         self._loop_notes: list[str] = []
         self._loop_causes: list[str] = []
         self._foreign: dict[Tensor, Tensor | None] = {}
         self._changed: list[str] = []
-        self._num_terms = 1
-        self._last = 0.0
         self._weights: list[Terms] = [(len(part),) for part in self.parts]
         if weight is not None:
             self._weights = weigh([self._rows(part) for part in self.parts], weight)
-            self._num_terms = len(self._weights[0])
 
     # --- gradients -------------------------------------------------------------------------------------------
 
     def full(self) -> Gradient:
-        self._replay = None
         with Recording() as recording:
-            gradient = self._gradient_of(self._rows(range(self.batch_size)))
+            gradient, _ = self._pass(self._rows(range(self.batch_size)))
         self._changed = [n for n, t in self.model.named_buffers() if not torch.equal(t, self._value_of[t])]
-        self._others = self._random.drawn()
         self._replay = Replay(recording.draws, self.batch_size) if recording.draws else None
-        self._notes = [_about_other_randomness(self._others)] if self._others else []
+        self._other_draws = self._random.drawn()
+        self._notes = []
+        if self._other_draws:
+            self._notes.append(
+                f"random numbers ({' and '.join(self._other_draws)}) are drawn by the model or the loss, and cannot be "
+                "cut like the batch: each micro-batch was compared with the same state of the generator; in training "
+                "each draws its own"
+            )
         return gradient
 
     def accumulated(self) -> Gradient:
         self._reset()
-        micro_batches = [self._rows(part) for part in self.parts]
-        rows_of = {id(m): part for m, part in zip(micro_batches, self.parts, strict=True)}
-        weight_of = {id(m): weight for m, weight in zip(micro_batches, self._weights, strict=True)}
-        weight = None if self.weight is None else lambda m: weight_of[id(m)]  # it may change its micro-batch too
         replay = self._replay
+        micro_batches = [self._rows(part) for part in self.parts]
+        numbers = {id(micro_batch): number for number, micro_batch in enumerate(micro_batches)}
 
         def loss(model: nn.Module, micro_batch: Any) -> Any:
-            rows = rows_of.get(id(micro_batch))  # None if the accumulator tries something out
-            if rows is not None:
+            number = numbers.get(id(micro_batch))  # None if the accumulator tries something out
+            if number is not None:
                 self._random.restore()
             if replay is not None:
-                replay.start(rows)
+                replay.start(None if number is None else self.parts[number])
             return self.loss(model, micro_batch)
 
-        seen: dict[str, Array] = {}
+        def weight(micro_batch: Any) -> Any:  # as it was before the loss or the weight changed the micro-batch
+            return self._weights[numbers[id(micro_batch)]]
+
+        found: dict[str, Array] = {}
         optimizer = torch.optim.SGD(self.parameters, lr=0.0)
-        optimizer.register_step_pre_hook(lambda *_: seen.update(self._taken()))
+        optimizer.register_step_pre_hook(lambda *_: found.update(self._gradient()))
         with replay or nullcontext(), warnings.catch_warnings():
             warnings.simplefilter("ignore", BigBatchWarning)  # reported as causes instead
-            accumulator = Accumulator(self.model, optimizer, loss, weight=weight, reduction=self.reduction)
+            own_weight = None if self.weight is None else weight
+            accumulator = Accumulator(self.model, optimizer, loss, weight=own_weight, reduction=self.reduction)
             is_applied = accumulator.step(Window(micro_batches)).is_applied
         if replay is not None:
-            self._notes = [_about_randomness(self.model, replay.is_faithful), *self._notes]
+            self._notes.insert(0, _about_masks(self.model, replay.is_faithful))
         if not is_applied:  # not finite
             return {name: np.full(tuple(p.shape), np.nan) for name, p in self.model.named_parameters()}
-        return seen
+        return found
 
     def of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
         with self.without_hooks():
             if self._replay is not None:
                 self._replay.start(rows)
-            gradient = self._gradient_of(self._rows(rows), term, self._replay)
-        if not np.isfinite(self._last):  # cross entropy without labels is 0/0, its gradient 0 (torch 2.13)
+            gradient, loss = self._pass(self._rows(rows), term, self._replay)
+        if not np.isfinite(loss):  # cross entropy without labels is 0/0, its gradient 0 (torch 2.13)
             gradient = {name: np.full_like(g, np.nan) for name, g in gradient.items()}
-        return gradient, self._last
+        return gradient, loss
 
     def by_loop(self, loop: Loop, order: Rows | None = None) -> tuple[Gradient, Gradient]:
-        order = range(len(self.parts)) if order is None else order
         self._reset()
         found = []
         for _ in range(2):
             self._restore()
             with Steps(self.parameters) as steps:
-                loop(self.model, [self._rows(self.parts[k]) for k in order])
-            found.append(self._left(steps))
-        first, again = found
-        return first, again
+                loop(self.model, [self._rows(self.parts[k]) for k in order or range(len(self.parts))])
+            found.append(self._left_by(steps))
+        return found[0], found[1]
 
-    def _left(self, steps: Steps) -> dict[str, Array]:
-        """What a loop left: gradients, or a step of an optimizer with them, or changed parameters."""
+    def _left_by(self, steps: Steps) -> dict[str, Array]:
+        """The gradient that a loop left, gave to an optimizer, or changed the parameters by."""
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        found = self._taken() if not steps.gradients else {names[p]: g for p, g in steps.gradients.items()}
+        found = {names[p]: g for p, g in steps.gradients.items()} if steps.gradients else self._gradient()
         self._loop_notes, self._loop_causes = [], steps.causes(len(self.parts))
         if any(np.any(g) for g in found.values()):
             return found
@@ -147,9 +148,9 @@ class Trial:
                 "changes no parameter: work on the model that it is given"
             )
             return found
-        reference = self.full()
-        along = sum(float((moved[n] * g).sum().real) for n, g in reference.items())
-        square = sum(float((abs(moved[n]) ** 2).sum()) for n in reference)
+        full = self.full()
+        along = sum(float((moved[n] * g).sum().real) for n, g in full.items())
+        square = sum(float((abs(moved[n]) ** 2).sum()) for n in full)
         self._loop_notes.append(
             "the loop leaves no gradients, so the change of the parameters was compared, which shows the direction but "
             "not the size of the gradient: leave the gradients on the model to have both compared"
@@ -157,16 +158,15 @@ class Trial:
         return {n: g * (along / square) for n, g in moved.items()} if along > 0 else moved
 
     def explained(self) -> list[str]:
-        return list(self._loop_causes)
+        return self._loop_causes
 
     def right_scales(self) -> Array:
-        total = totals(self._weights)
-        return np.array([shares(w, total, self.reduction) for w in self._weights])
+        return scales_of(self._weights, self.reduction)
 
-    # --- what is known of the model --------------------------------------------------------------------------
+    # --- what is known about the model -----------------------------------------------------------------------
 
     def notes(self) -> list[str]:
-        return [*self._about, *self._notes, *self._loop_notes]
+        return [*self._mode_notes, *self._notes, *self._loop_notes]
 
     def blind_spots(self) -> list[str]:
         hidden = [name for name, m in self.model.named_modules() if isinstance(m, Dropout | BatchNorm)]
@@ -178,12 +178,7 @@ class Trial:
         ]
 
     def layer_causes(self) -> list[str]:
-        if not (names := batch_norms(self.model)):
-            return []
-        return [
-            f"BatchNorm in training mode ({', '.join(names)}) normalises by the micro-batch instead of the batch: "
-            "put it into eval mode, or use GroupNorm or LayerNorm"
-        ]
+        return batch_norm_causes(batch_norms(self.model), "put them into eval mode")
 
     def cut_elsewhere(self, is_mean: Callable[[Any, Any, Any], bool]) -> str | None:
         with self.without_hooks():
@@ -192,10 +187,10 @@ class Trial:
                 found = cut_along_time(lambda rows: self.loss(self.model, rows), self.model, self._rows(self.parts[0]))
                 if found:
                     return found
-            whole = self._gradient_of(self._rows(range(self.batch_size)))
+            whole, _ = self._pass(self._rows(range(self.batch_size)))
             for sentence, halves in _other_cuts(self.batch):
                 with suppress(Exception):
-                    first, second = (self._gradient_of(nest.map_tensors(_fresh, half)) for half in halves)
+                    first, second = (self._pass(nest.map_tensors(_fresh, half))[0] for half in halves)
                     if is_mean(whole, first, second):
                         return sentence
         return None
@@ -205,7 +200,7 @@ class Trial:
 
     @property
     def is_random(self) -> bool:
-        return bool(self._others) or (self._replay is not None and not self._replay.is_faithful)
+        return bool(self._other_draws) or (self._replay is not None and not self._replay.is_faithful)
 
     @property
     def has_hooks(self) -> bool:
@@ -222,24 +217,23 @@ class Trial:
             for own, found in held:
                 own.update(found)
 
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        notes = self._notes
-        with _in_eval(list(self.model.modules())):
-            yield
-        self._notes = notes
+    def quiet(self) -> AbstractContextManager[None]:
+        return _in_eval(self.model.modules())
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:
         """Puts all but BatchNorm into eval mode: attention and recurrent layers have dropout too."""
+        self.full()  # shows whether there is dropout
         if self._replay is None:
             yield
             return
-        with _in_eval([m for m in self.model.modules() if not isinstance(m, BatchNorm)]):
+        with _in_eval(m for m in self.model.modules() if not isinstance(m, BatchNorm)):
             self.full()
-            self._about = ["dropout was switched off for the comparison, since a foreign loop draws masks of its own"]
-            if self._replay is not None:
-                self._about = ["random numbers are drawn in eval mode too, and a foreign loop draws others"]
+            self._mode_notes = [
+                "dropout was switched off for the comparison, since a foreign loop draws masks of its own"
+                if self._replay is None
+                else "random numbers are drawn in eval mode too, and a foreign loop draws others"
+            ]
             yield
 
     # --- one pass --------------------------------------------------------------------------------------------
@@ -256,17 +250,19 @@ class Trial:
 
         return nest.map_tensors(lambda t: _fresh(taken(t), requires_grad=t.requires_grad), self.batch)
 
-    def _gradient_of(self, batch: Any, term: int | None = None, replay: Replay | None = None) -> Gradient:
+    def _pass(
+        self, batch: Any, term: int | None = None, replay: Replay | None = None
+    ) -> tuple[dict[str, Array], float]:
+        """The gradient and the loss of a batch."""
         self._reset()
         with replay or nullcontext():  # around the backward pass too: activation checkpointing draws there
             terms = as_terms(self.loss(self.model, batch))
-            check_loss(terms, self._num_terms)
-            total = torch.stack([t.reshape(()) for t in terms]).sum() if term is None else terms[term].reshape(())
-            self._last = float(total.detach())
-            self._keep_foreign(total)
-            if total.requires_grad:
-                total.backward()
-        return self._taken()
+            check_loss(terms, len(self._weights[0]))
+            loss = torch.stack([t.reshape(()) for t in terms]).sum() if term is None else terms[term].reshape(())
+            self._keep_foreign(loss)
+            if loss.requires_grad:
+                loss.backward()
+        return self._gradient(), float(loss.detach())
 
     def _keep_foreign(self, loss: Tensor) -> None:
         """Remembers the gradients of parameters that are not the model's: the loss's own, or another model's."""
@@ -280,7 +276,8 @@ class Trial:
         for leaf, gradient in self._foreign.items():
             leaf.grad = gradient
 
-    def _taken(self) -> dict[str, Array]:
+    def _gradient(self) -> dict[str, Array]:
+        """What is in `.grad` now."""
         return {name: as_array(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
 
     def _reset(self) -> None:
@@ -301,7 +298,7 @@ def _fresh(tensor: Tensor, requires_grad: bool | None = None) -> Tensor:
 
 
 def _other_cuts(batch: Any) -> Iterator[tuple[str, list[Any]]]:
-    """Other axes that may be those of the samples: what that would mean, and the batch in two halves along it."""
+    """Other ways to cut the batch in two, each with the sentence to report if it gives the right gradient."""
     columns = cut_along_axis_1(batch, 1)
     if columns is not None and (halves := cut_along_axis_1(batch, -(-len(columns) // 2))) is not None:
         yield (
@@ -320,14 +317,7 @@ def _other_cuts(batch: Any) -> Iterator[tuple[str, list[Any]]]:
         )
 
 
-def _about_other_randomness(sources: list[str]) -> str:
-    return (
-        f"random numbers ({' and '.join(sources)}) are drawn by the model or the loss, and cannot be cut like the "
-        "batch: each micro-batch was compared with the same state of the generator; in training each draws its own"
-    )
-
-
-def _about_randomness(model: nn.Module, is_faithful: bool) -> str:
+def _about_masks(model: nn.Module, is_faithful: bool) -> str:
     names = [name for name, module in model.named_modules() if isinstance(module, Dropout) and module.training]
     where = f"dropout ({', '.join(names)})" if names else "dropout or other random numbers"
     if is_faithful:
@@ -339,12 +329,12 @@ def _about_randomness(model: nn.Module, is_faithful: bool) -> str:
 
 
 @contextmanager
-def _in_eval(modules: list[nn.Module]) -> Iterator[None]:
-    before = [module.training for module in modules]
-    for module in modules:
+def _in_eval(modules: Iterable[nn.Module]) -> Iterator[None]:
+    was_training = {module: module.training for module in modules}
+    for module in was_training:
         module.training = False
     try:
         yield
     finally:
-        for module, training in zip(modules, before, strict=True):
+        for module, training in was_training.items():
             module.training = training

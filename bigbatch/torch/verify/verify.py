@@ -1,4 +1,4 @@
-"""Full batch against accumulation, on a copy of the user's own model."""
+"""Compares accumulation with the full batch, on a copy of the user's model."""
 
 import copy
 from dataclasses import replace
@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from ...core.errors import BigBatchError, OptionError
 from ...core.options import positive
-from ...core.verify.compare import Loop, audit, audit_loop
+from ...core.verify.compare import audit
 from ...core.verify.result import Verification
+from ...core.verify.trial import Loop
 from ...core.weight import Reduction
 from .. import batch as nest
 from .. import hooks
@@ -34,7 +35,7 @@ def verify(
     tolerance: float | None = None,
     dtype: torch.dtype | None = None,
 ) -> Verification:
-    """Compares the gradient of the full batch with the accumulated one, and says why where they differ.
+    """Compares the gradient of the full batch with the accumulated one, and names the cause if they differ.
 
         loss(model, batch).backward()
         full = [p.grad for p in model.parameters()]
@@ -56,10 +57,10 @@ def verify(
         tolerance: The largest relative error that counts as exact: 1e-9 in float64 if it is left out; in float32 it
             follows from the number of samples and micro-batches.
         dtype: torch.float64 or torch.float32. If it is left out, float64, or float32 if the model or the loss cannot
-            compute in float64; the causes say so then.
+            compute in float64, which the causes then mention.
 
     Returns:
-        The verdict, true if it is exact. Printed, it is a table with the causes in sentences below.
+        The verdict, true if it is exact. It prints as a table with the causes below.
     """
     micro_batch_size = positive("micro_batch_size", micro_batch_size)
 
@@ -69,9 +70,9 @@ def verify(
             transfer, own = transfer_for(list(twin.parameters())), _cast_to(batch, dtype)
             if transfer is not None:
                 own = transfer.brought(own)
-            trial = Trial(twin, own, loss, micro_batch_size, weight, reduction, is_training=model.training)
+            trial = Trial(twin, own, loss, micro_batch_size, weight, reduction, model.training)
             try:
-                found = audit_loop(trial, step, tolerance) if step else audit(trial, tolerance)
+                found = audit(trial, tolerance, step)
             finally:
                 trial.give_back()
             return replace(found, precision=found.precision or str(dtype).removeprefix("torch."))
@@ -98,7 +99,7 @@ def verify(
 
 
 def _copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    model = uncompiled(model)  # compile nothing for a check
+    model = uncompiled(model)  # a check need not compile
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model  # this rank's own
     try:
         twin = copy.deepcopy(model)
@@ -113,7 +114,7 @@ def _copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _copy_hooks(parameter: Tensor, twin: Tensor) -> None:
-    """`deepcopy` leaves the hooks of parameters behind (torch 2.13)."""
+    """Copies the hooks of a parameter, which `deepcopy` does not (torch 2.13)."""
 
     def in_its_dtype(hook: Any) -> Any:
         def run(gradient: Tensor) -> Any:
@@ -129,7 +130,7 @@ def _copy_hooks(parameter: Tensor, twin: Tensor) -> None:
 
 
 def _cast_to(batch: Any, dtype: torch.dtype) -> Any:
-    """A copy of a nest, with floating point numbers in this dtype."""
+    """A copy of a nest, with its floating-point tensors in this dtype."""
 
     def cast(tensor: Tensor) -> Tensor:
         wanted = dtype if tensor.is_floating_point() else tensor.dtype

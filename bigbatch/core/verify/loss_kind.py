@@ -1,14 +1,14 @@
-"""What kind of function of the batch a loss is, found out by experiment.
+"""Finds out by experiment whether a loss is a mean over samples, a sum, or something else.
 
-Two groups of samples, A and B, are put together in different numbers, and the gradient G(p, q) of p copies of A and q
-copies of B shows what the loss is:
+Put two groups of samples, A and B, together in different numbers. The gradient G(p, q) of p copies of A and q copies
+of B shows what the loss is:
 
     a sum                      G(p, q) = p a + q b
     a mean                     G(p, q) = (p a + q b) / (p m + q n)
     means of different counts  a sum of such fractions
     a sum and a penalty        G(p, q) = p a + q b + c
 
-None of this uses what the loss looks like, so it holds for any loss that can be called.
+This does not look inside the loss, so it works for any loss that can be called.
 """
 
 from collections.abc import Callable
@@ -16,17 +16,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .diagnosis import Array
+from .trial import Array
 
 Kind = Literal["mean", "sum", "means", "sum and mean", "sum and penalty", "coupled", "unclear"]
-Mixture = Callable[[int, int], Array]  # the gradient and the loss of p copies of A and q copies of B
+_Mixture = Callable[[int, int], Array]  # the gradient and the loss of p copies of A and q copies of B
 
-MOST_MEANS = 3
-RATIOS = {1: ((1, 1), (2, 1)), 2: ((1, 1), (2, 1), (1, 2), (3, 1)), 3: ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3))}
+_MOST_MEANS = 3
+_RATIOS = {1: ((1, 1), (2, 1)), 2: ((1, 1), (2, 1), (1, 2), (3, 1)), 3: ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3))}
 
 
-def nature(gradient: Mixture, noise: float) -> tuple[Kind, float]:
-    """What the loss is; and for a mean, how much B counts for each one that A counts (else not a number).
+def loss_kind(gradient: _Mixture, noise: float) -> tuple[Kind, float]:
+    """The kind of the loss; and for a mean, the count of B relative to that of A (else NaN).
 
     The last number of each vector is the loss itself, which follows the same law as its gradient.
     """
@@ -37,10 +37,10 @@ def nature(gradient: Mixture, noise: float) -> tuple[Kind, float]:
     a, b, both = found[1, 0], found[0, 1], found[1, 1]
     if is_same(found[2, 0], a, close):
         # the root or the logarithm of a mean, say: all its gradients are mixes of two, and the loss may be none
-        is_function_of_a_mean = is_mix(both[:-1], a[:-1], b[:-1], 10 * close)
-        for num in range(1, 2 if is_function_of_a_mean else MOST_MEANS + 1):
-            found.update({pair: gradient(*pair) for pair in RATIOS[num] if pair not in found})
-            counts = means(num, {q / p: found[p, q] for p, q in RATIOS[num]}, a, b, close)
+        is_function_of_a_mean = _is_mix(both[:-1], a[:-1], b[:-1], 10 * close)
+        for num in range(1, 2 if is_function_of_a_mean else _MOST_MEANS + 1):
+            found.update({pair: gradient(*pair) for pair in _RATIOS[num] if pair not in found})
+            counts = _means(num, {q / p: found[p, q] for p, q in _RATIOS[num]}, a, b, close)
             if counts is None:
                 continue
             if num > 1 and (
@@ -55,26 +55,26 @@ def nature(gradient: Mixture, noise: float) -> tuple[Kind, float]:
         return "coupled", np.nan
     if is_same(found[2, 0], 2 * a, close, a) and is_same(both, a + b, close, a, b):
         return "sum", np.nan
-    adds_up = found[2, 0] - a  # what a copy of A adds
+    adds_up = found[2, 0] - a  # the part that another copy of A adds
     if is_same(gradient(3, 0), a + 2 * adds_up, close, a, adds_up):
         stays_a, stays_b = a - adds_up, 2 * b - gradient(0, 2)
         rest = both - (a - stays_a) - (b - stays_b)
         if is_same(stays_a, stays_b, close, a, b) and is_same(rest, stays_a, close, a, b):
             return "sum and penalty", np.nan
         other = found[2, 1] - 2 * (a - stays_a) - (b - stays_b)
-        if means(1, {1.0: rest, 0.5: other}, stays_a, stays_b, close * _larger(stays_a, a, b)) is not None:
+        if _means(1, {1.0: rest, 0.5: other}, stays_a, stays_b, close * _larger(stays_a, a, b)) is not None:
             return "sum and mean", np.nan
     return "coupled", np.nan
 
 
 def _larger(stays: Array, *others: Array) -> float:
-    """How much larger rounding is in a difference of gradients than in what is left of them."""
+    """How much larger the rounding of a difference of gradients is, relative to the difference itself."""
     norm = float(np.linalg.norm(stays))
     return max([1.0, *(float(np.linalg.norm(vector)) / norm for vector in others)]) if norm else 1.0
 
 
-def means(num: int, mixed: dict[float, Array], a: Array, b: Array, close: float) -> Any:
-    """The ratios of counts (maybe complex), if this looks like the sum of so many means over counts; else None.
+def _means(num: int, mixed: dict[float, Array], a: Array, b: Array, close: float) -> Any:
+    """The ratios of counts (maybe complex) if the loss can be the sum of this many means over counts; else None.
 
     With t copies of B for each of A, the i-th mean is (a_i + t r_i b_i) / (1 + t r_i), so
 
@@ -108,14 +108,14 @@ def means(num: int, mixed: dict[float, Array], a: Array, b: Array, close: float)
 
 
 def _are_apart(counts: Any, apart: float) -> bool:
-    """Whether these are positive numbers and no two the same: one that counts twice is what a product of means has."""
+    """Whether these are positive numbers and all different: a product of means has the same ratio twice."""
     if np.any(np.abs(counts.imag) > apart * np.abs(counts)) or np.any(counts.real <= 0):
         return False
     sizes = np.sort(counts.real)
     return bool(np.all(np.diff(sizes) > apart * sizes[1:]))
 
 
-def is_mix(vector: Array, a: Array, b: Array, close: float) -> bool:
+def _is_mix(vector: Array, a: Array, b: Array, close: float) -> bool:
     """Whether a gradient is any mix of two others."""
     pair = np.stack([a, b], axis=1)
     rest = vector - pair @ np.linalg.lstsq(pair, vector, rcond=None)[0]
@@ -123,6 +123,6 @@ def is_mix(vector: Array, a: Array, b: Array, close: float) -> bool:
 
 
 def is_same(one: Array, other: Array, close: float, *made_of: Array) -> bool:
-    """Whether two gradients agree to rounding; `made_of` are larger ones that one of them is a difference of."""
+    """Whether two gradients agree up to rounding; `made_of` are larger ones that one of them is a difference of."""
     size = max(float(np.linalg.norm(vector)) for vector in (one, other, *made_of))
     return bool(np.isfinite(size)) and float(np.linalg.norm(one - other)) <= close * size

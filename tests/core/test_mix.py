@@ -1,11 +1,11 @@
-"""Loops that somebody might write, run on random micro-gradients: the diagnosis has to name their mistake."""
+"""Loops with classic mistakes, run on random micro-gradients: explain_loop has to name each mistake."""
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bigbatch.core.verify.diagnosis import Mix, explain_loop, is_clipped, unmix, whole_times
+from bigbatch.core.verify.mix import Mix, _is_clipped, _whole_times, explain_loop, unmix
 from tests.examples import examples
 
 stable = settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))
@@ -14,7 +14,7 @@ WEIGHTS = (16, 11, 16, 5)
 
 
 def micro_gradients(num, seed=0, size=60):
-    """Gradients of different lengths that have something in common, as those of one model do."""
+    """Gradients of different norms that have a common part, as those of one model do."""
     draw = np.random.default_rng(seed)
     return (draw.normal(size=size) + draw.normal(size=(num, size))) * draw.uniform(0.3, 3.0, size=(num, 1))
 
@@ -29,7 +29,7 @@ def right_of(weights):
 
 
 def named(loop, weights=WEIGHTS, seed=0):
-    """What the diagnosis says of `loop(micro_gradients, weights)`."""
+    """What explain_loop says about `loop(micro_gradients, weights)`."""
     micro = micro_gradients(len(weights), seed)
     return explain_loop(mix_of(micro, loop(micro, np.array(weights, float))), right_of(weights))
 
@@ -53,7 +53,7 @@ def test_unmix_recovers_the_coefficients(coefficients, seed):
     assert mix.residual < 1e-6
 
 
-def test_unmix_sees_what_is_in_no_micro_batch():
+def test_unmix_reports_what_no_micro_batch_explains():
     micro = micro_gradients(3)
     rest = np.random.default_rng(9).normal(size=60)
     rest -= np.linalg.pinv(micro) @ (micro @ rest)  # at right angles to all of them
@@ -65,14 +65,14 @@ def test_unmix_sees_what_is_in_no_micro_batch():
 
 
 @pytest.mark.parametrize("micro", [np.ones((2, 5)), micro_gradients(4, size=3), np.eye(3)[[0, 1, 1]]])
-def test_unmix_says_where_other_coefficients_do_as_well(micro):
+def test_unmix_reports_that_other_coefficients_fit_as_well(micro):
     mix = mix_of(micro, micro.mean(axis=0))
     assert not mix.is_unique
     assert not mix.is_known
     np.testing.assert_allclose(mix.coefficients @ micro, micro.mean(axis=0), atol=1e-9)
 
 
-def test_unmix_of_nothing():
+def test_unmix_of_a_zero_gradient():
     micro = micro_gradients(3)
     mix = mix_of(micro, np.zeros(60))
     assert mix.residual == 0.0
@@ -84,11 +84,11 @@ def test_unmix_of_nothing():
 
 @stable
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(0, 1000))
-def test_right_loop_made_no_mistake(weights, seed):
+def test_a_right_loop_has_no_mistake(weights, seed):
     assert named(mixing(lambda w: w / w.sum()), weights, seed) is None
 
 
-def test_right_loop_over_a_micro_batch_of_nothing():
+def test_a_right_loop_over_an_empty_micro_batch_has_no_mistake():
     assert named(mixing(lambda w: w / w.sum()), (3, 0, 5)) is None
 
 
@@ -150,7 +150,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("mistake", "sentence"), MISTAKES, ids=[m.__name__ for m, _ in MISTAKES])
 @stable
 @given(weights=st.lists(st.integers(1, 60), min_size=4, max_size=8), seed=st.integers(0, 1000))
-def test_names_the_mistake(mistake, sentence, weights, seed):
+def test_the_mistake_is_named(mistake, sentence, weights, seed):
     assume(len(set(weights)) > 1)
     said = named(mixing(mistake), weights, seed)
     num = len(weights)
@@ -158,13 +158,13 @@ def test_names_the_mistake(mistake, sentence, weights, seed):
     assert "it weights the micro-batches (" in said
 
 
-def test_shows_what_was_seen_and_what_is_right():
+def test_the_message_shows_the_found_and_the_right_coefficients():
     said = named(mixing(divided_by_number), (2, 2, 1))
     assert said.endswith("it weights the micro-batches (0.333, 0.333, 0.333) where (0.4, 0.4, 0.2) is right")
 
 
 @pytest.mark.parametrize("left_out", [{0}, {2}, {3}, {0, 2}, {1, 3}])
-def test_names_the_micro_batches_that_are_left_out(left_out):
+def test_micro_batches_that_are_left_out_are_named(left_out):
     said = named(mixing(lambda w: [0 if k in left_out else x / w.sum() for k, x in enumerate(w)]))
     assert said.startswith(f"micro-batch {', '.join(str(k + 1) for k in sorted(left_out))} is left out"), said
 
@@ -184,7 +184,7 @@ def test_divided_by_too_few():
     assert said.startswith("over-scaled: divided by 3 although the window has 4 micro-batches")
 
 
-def test_short_window_of_a_longer_full_one_is_still_seen_as_scale():
+def test_a_short_window_of_uneven_sizes_is_reported_by_its_scale():
     """Sizes 8, 8, 5 divided by 32: what a full window of four would have had."""
     said = named(mixing(lambda w: w / 32), (8, 8, 5))
     assert said.startswith("the whole gradient is 0.656")
@@ -205,11 +205,11 @@ def test_window_of_one():
         (lambda w: [0.3, 0.0, 0.6], "it weights the micro-batches ("),
     ],
 )
-def test_names_a_mistake_beside_a_micro_batch_of_nothing(coefficients, sentence):
+def test_the_mistake_is_named_beside_an_empty_micro_batch(coefficients, sentence):
     assert named(mixing(coefficients), (3, 0, 5)).startswith(sentence)
 
 
-def test_strange_weights_are_shown_as_they_are():
+def test_coefficients_without_a_name_are_shown():
     assert named(mixing(lambda w: [0.9, 0.1, 0.7, 0.3])).startswith("it weights the micro-batches (0.9, 0.1, 0.7, 0.3)")
 
 
@@ -247,7 +247,7 @@ CLIPPED = "the gradient is clipped after each micro-batch instead of once per st
 @pytest.mark.parametrize("part", [1.0, 0.3], ids=["some", "all"])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("way", [each_before_scaling, each_after_scaling, running_sum], ids=lambda way: way.__name__)
-def test_names_clipping_per_micro_batch(way, scale, part, seed):
+def test_clipping_per_micro_batch_is_named(way, scale, part, seed):
     def loop(micro, weights):
         by = SCALES[scale](weights)
         sizes = np.linalg.norm(micro if way is each_before_scaling else by[:, None] * micro, axis=1)
@@ -263,7 +263,7 @@ def test_clipping_once_per_step_is_not_clipping_per_micro_batch():
 
 
 @pytest.mark.parametrize("size", [1e-9, 1e-3, 1e3, 1e9])
-def test_clipping_once_is_told_however_large_the_gradients_are(size):
+def test_clipping_once_is_recognised_at_any_size_of_the_gradients(size):
     """Huge gradients clipped to 1 make tiny coefficients: all of them, so no micro-batch is left out."""
     micro = size * micro_gradients(4)
     right = right_of(WEIGHTS)
@@ -288,25 +288,25 @@ def test_shrinking_too_little_to_be_clipping_does_not_crash():
     micro = micro_gradients(3)
     right = np.array([0.98, 0.01, 0.01])
     shrunk = right * (1 - 0.99e-5 * np.array([3, 2, 1]))
-    assert not is_clipped(Mix(shrunk, 0.0, True, micro @ micro.T), right)
+    assert not _is_clipped(Mix(shrunk, 0.0, True, micro @ micro.T), right)
 
 
 # --- what cannot be told ---------------------------------------------------------------------------------
 
 
-def test_rest_of_an_earlier_window():
+def test_a_gradient_of_an_earlier_window_is_noticed():
     rest = np.random.default_rng(3).normal(size=60)
     said = named(lambda micro, w: w / w.sum() @ micro + rest)
     assert said.startswith("the gradient has something in it that is in none of the micro-batches")
 
 
-def test_small_rest_is_seen():
+def test_a_small_rest_is_noticed():
     rest = np.random.default_rng(3).normal(size=60)
     said = named(lambda micro, w: w / w.sum() @ micro + 1e-4 * rest)
     assert said.startswith("the gradient has something in it")
 
 
-def test_gradients_too_alike_to_tell():
+def test_gradients_that_are_too_alike():
     micro = np.ones((3, 5))
     said = explain_loop(mix_of(micro, 2 * micro[0]), np.full(3, 1 / 3))
     assert said == "the micro-batches' gradients are too alike to tell how each was weighted"
@@ -319,4 +319,4 @@ def test_gradients_too_alike_to_tell():
     ("scale", "times"), [(2.0, 2), (3.0 + 1e-9, 3), (1.0, 0), (2.5, 0), (2.01, 0), (0.0, 0), (-2.0, 0), (0.5, 0)]
 )
 def test_whole_times(scale, times):
-    assert whole_times(scale) == times
+    assert _whole_times(scale) == times

@@ -1,9 +1,9 @@
-"""Laws of a loss, on groups of samples with random gradients: each is told from the others, rounded or not."""
+"""Kinds of losses over groups of samples with random gradients: each is told from the others, rounded or not."""
 
 import numpy as np
 import pytest
 
-from bigbatch.core.verify.linearity import nature
+from bigbatch.core.verify.loss_kind import loss_kind
 
 SIZE = 40
 
@@ -60,9 +60,9 @@ def rounded(vector, noise, draw):
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("noise", [1e-15, 1e-7])
 @pytest.mark.parametrize("law", LAWS)
-def test_each_law_is_recognised(law, noise, seed):
+def test_each_kind_is_recognised(law, noise, seed):
     groups, draw = Groups(seed), np.random.default_rng(seed)
-    kind, ratio = nature(lambda p, q: rounded(LAWS[law](groups, p, q), noise, draw), noise)
+    kind, ratio = loss_kind(lambda p, q: rounded(LAWS[law](groups, p, q), noise, draw), noise)
     assert kind == law or (noise > 1e-9 and law == "means" and kind == "unclear")
     if law == "mean":
         assert ratio == pytest.approx(groups.count(0, 1) / groups.count(1, 0), rel=1e-4)
@@ -70,15 +70,15 @@ def test_each_law_is_recognised(law, noise, seed):
 
 def test_three_means():
     groups = Groups(0)
-    assert nature(lambda p, q: sum(groups.mean(p, q, which) for which in range(3)), 1e-15)[0] == "means"
+    assert loss_kind(lambda p, q: sum(groups.mean(p, q, which) for which in range(3)), 1e-15)[0] == "means"
 
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("noise", [1e-15, 1e-7])
 @pytest.mark.parametrize("law", NO_LAW)
-def test_what_follows_none_of_them_couples(law, noise, seed):
+def test_any_other_loss_couples(law, noise, seed):
     groups, draw = Groups(seed), np.random.default_rng(seed)
-    assert nature(lambda p, q: rounded(NO_LAW[law](groups, p, q), noise, draw), noise)[0] == "coupled"
+    assert loss_kind(lambda p, q: rounded(NO_LAW[law](groups, p, q), noise, draw), noise)[0] == "coupled"
 
 
 def test_a_product_of_means_over_the_same_counts_couples():
@@ -89,8 +89,8 @@ def test_a_product_of_means_over_the_same_counts_couples():
         one, other = groups.mean(p, q), groups.mean(p, q, 1)
         return np.append(one[-1] * other[:-1] + other[-1] * one[:-1], one[-1] * other[-1])
 
-    assert nature(product, 1e-15)[0] == "coupled"
+    assert loss_kind(product, 1e-15)[0] == "coupled"
 
 
-def test_what_is_not_finite_couples():
-    assert nature(lambda p, q: np.full(4, np.nan if p == 2 else 1.0), 1e-15)[0] == "coupled"
+def test_a_loss_that_is_not_finite_couples():
+    assert loss_kind(lambda p, q: np.full(4, np.nan if p == 2 else 1.0), 1e-15)[0] == "coupled"

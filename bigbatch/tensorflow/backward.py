@@ -1,0 +1,156 @@
+"""Forward and backward of one micro-batch in a graph: its losses, and its share of the gradient."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ..core.errors import WeightError
+from ..core.weight import Reduction, Terms, as_terms, check_weight, share
+from . import gradients
+from .batch import Layout, any_size, num_samples
+from .checks import checked_loss
+from .distributed import replicas
+from .distributed.one_replica import Share, one_replica
+from .gradients import Gradient
+from .internals import converted
+from .optimizer import Optimizer
+from .weight import WEIGHT, as_tensor, checked, summed_weight, where
+
+Loss = Callable[[Any, Any], Any]
+Weight = Callable[[Any], Any]
+
+
+class Backward:
+    """Runs one micro-batch through the model, forward and backward, on one replica.
+
+        losses, gradients = backward(tensors, share)
+
+    stands for
+
+        with tf.GradientTape() as tape:
+            value = loss(model, micro_batch) * weight / total
+        gradients = tape.gradient(value, model.trainable_variables)
+
+    Args:
+        layout: How the batch is nested.
+        model: What the loss is computed with.
+        loss: `loss(model, micro_batch)`.
+        weight: `weight(micro_batch)`; None to count samples.
+        reduction: "mean" or "sum".
+        optimizer: Scales the loss if it is one that does.
+        jit_compile: Whether XLA compiles the pass.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        model: Any,
+        loss: Loss,
+        weight: Weight | None,
+        reduction: Reduction,
+        optimizer: Optimizer,
+        *,
+        jit_compile: bool,
+    ) -> None:
+        self._layout = layout
+        self._model = model
+        self._loss = loss
+        self.weight = weight
+        self.reduction = reduction
+        self._optimizer = optimizer
+        self.jit_compile = jit_compile
+        self.is_share_used = False
+        """Whether the loss asked for its share of the whole batch; known when it is traced."""
+        self._all_terms = tf.function(self._run, jit_compile=jit_compile or None, autograph=False)
+        self._by_term = tf.function(self._run_by_term, jit_compile=jit_compile or None, autograph=False)
+
+    def variables(self) -> list[Any]:
+        return replicas.trainable(self._model)
+
+    def traced(self, tensors: Sequence[Any], num_terms: int) -> Any:
+        """The function that the pass is traced to."""
+        return self._all_terms.get_concrete_function(list(map(any_size, tensors)), tf.TensorSpec([num_terms], WEIGHT))
+
+    # --- weights -----------------------------------------------------------------------------------------
+
+    def weigh(self, tensors: Sequence[Any]) -> tf.Tensor:
+        """The weight of one micro-batch, term by term."""
+        if self.weight is None:
+            return tf.cast(num_samples(tensors), WEIGHT)[None]
+        found = as_terms(converted(self.weight, self._layout.pack(tensors)))
+        if not found:
+            raise WeightError("the weight has 0 terms: return a number, or one for each term of the loss")
+        check_weight(tuple(w for w in found if not tf.is_tensor(w)), of="a micro-batch")
+        pairs = [summed_weight(as_tensor(w)) for w in found]
+        return checked(tf.stack([summed for summed, _ in pairs]), tf.reduce_all([is_good for _, is_good in pairs]))
+
+    def num_terms(self, tensors: Sequence[Any]) -> int:
+        """How many terms the weight has."""
+        weigh = tf.function(lambda tensors: self.weigh(tensors), autograph=False)
+        return int(weigh.get_concrete_function(list(map(any_size, tensors))).structured_outputs.shape[0])
+
+    def shares(self, weights: tf.Tensor, totals: tf.Tensor) -> tf.Tensor:
+        """What losses are multiplied by: w / W, or 1 with reduction "sum"."""
+        return tf.ones_like(weights) if self.reduction == "sum" else share(weights, totals, where)
+
+    # --- the pass ----------------------------------------------------------------------------------------
+
+    def __call__(self, tensors: Sequence[Any], share: tf.Tensor) -> Any:
+        """The losses of one micro-batch times their shares, and the gradient of their sum."""
+        return self._all_terms(tensors, share)
+
+    def if_counted(self, share: tf.Tensor, count: Callable[[Any, tf.Tensor], Any], skip: Callable[[], Any]) -> Any:
+        """Calls `count(backward, share)`, or `skip()` if the micro-batch counts nothing.
+
+        The mean over nothing may be 0/0, so a micro-batch with share 0 is left out. If only one term of the loss has
+        share 0, `count` gets a backward pass that leaves out that term.
+        """
+
+        def some() -> Any:
+            if share.shape[0] == 1:
+                return count(self, share)
+            is_whole = tf.reduce_all(share > 0)
+            return tf.cond(is_whole, lambda: count(self, share), lambda: count(self._by_term, share))
+
+        return tf.cond(tf.reduce_any(share > 0), some, skip)
+
+    def _run(self, tensors: Sequence[Any], share: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
+        """The share enters as the gradient that the tape starts from, which saves a multiplication and its gradient."""
+        with tf.GradientTape() as tape:
+            terms = self._forward(tensors, share)
+        # float16 and bfloat16 would round the share, so there the wide gradient is scaled instead of the loss
+        is_late = len(terms) == 1 and terms[0].dtype != gradients.wide_dtype(terms[0].dtype)
+        seeds = tf.unstack(self._optimizer.scaled(tf.ones_like(share) if is_late else share))
+        found = self._gradients(tape, terms, seeds)
+        return _shared(terms, share), gradients.scaled(found, share[0]) if is_late else found
+
+    def _run_by_term(self, tensors: Sequence[Any], share: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
+        """The same with a gradient for each term, if one of them counts nothing and may be 0/0."""
+        with tf.GradientTape(persistent=True) as tape:
+            terms = self._forward(tensors, share)
+        sums: list[Gradient] = [None] * len(self.variables())
+        seeds = tf.unstack(self._optimizer.scaled(tf.ones_like(share)))
+        for term, seed, each in zip(terms, seeds, tf.unstack(share), strict=True):
+            found = gradients.weighted(self._gradients(tape, (term,), [seed]), each)
+            sums = [gradients.added(*pair) for pair in zip(sums, found, strict=True)]
+        return _shared(terms, share), sums
+
+    def _forward(self, tensors: Sequence[Any], share: tf.Tensor) -> Terms:
+        """The losses of one micro-batch, as means over it."""
+        asked = Share(share[0] if share.shape[0] == 1 else None)
+        with one_replica(asked):
+            terms = as_terms(converted(self._loss, self._model, self._layout.pack(tensors)))
+        self.is_share_used |= asked.is_used
+        return checked_loss(terms, share.shape[0])
+
+    def _gradients(self, tape: tf.GradientTape, terms: Terms, seeds: Sequence[tf.Tensor]) -> list[Gradient]:
+        variables = self.variables()
+        seeds = [tf.cast(seed, term.dtype) for seed, term in zip(seeds, terms, strict=True)]
+        found = tape.gradient(terms, variables, output_gradients=seeds)
+        return [gradients.widened(g, v.shape) for g, v in zip(found, variables, strict=True)]
+
+
+def _shared(terms: Sequence[tf.Tensor], share: tf.Tensor) -> tf.Tensor:
+    """Losses times their shares; 0 where the share is 0, even if the loss is NaN."""
+    return tf.math.multiply_no_nan(tf.stack([tf.cast(term, WEIGHT) for term in terms]), share)
