@@ -184,21 +184,21 @@ keras: the weight of a mask is ignored | keras/loss.py | test-keras-tensorflow t
 keras: a regularizer counts once for each micro-batch | keras/loss.py | test-keras-tensorflow test-keras-jax
 - share_of(share, power) * ops.cast(ops.sum(loss), share.dtype)
 + ops.cast(ops.sum(loss), share.dtype)
-keras: a sum is taken for a mean | keras/verify/trial.py | test-keras-tensorflow test-keras-torch
-- if guess.distance <= rounding:
-+ if guess is tried[0]:
+keras: a sum is taken for a mean | keras/measure.py | test-keras-tensorflow test-keras-torch
+- if _distance(whole, cuts) <= rounding:
++ if len(tried) == 1:
 keras: the loss is tried outside of a stateless scope | keras/backends/step.py | test-keras-torch
 - with keras.StatelessScope(values, collect_losses=True):
-+ with nullcontext():
++ with keras.name_scope("measured"):
 keras: the tail counts as a full micro-batch on TensorFlow | keras/backends/tensorflow.py | test-keras-tensorflow
-- share = loss.share(tf.cast(num, total.dtype), total)
-+ share = loss.share(tf.cast(self.micro_batch_size, total.dtype), total)
+- share = loss.share(tf.cast(_num_samples(micro_batch), total.dtype), total)
++ share = loss.share(tf.cast(self.step.micro_batch_size, total.dtype), total)
 keras: gradients are not reduced over replicas | keras/backends/tensorflow.py | test-keras-tensorflow
-- gradients = replicas.add_up(gradients)
+- gradients = _add_up(gradients)
 + gradients = list(gradients)
 keras: JAX divides by the number of micro-batches | keras/backends/jax.py | test-keras-jax
-- share = loss.share(jnp.asarray(num_samples(micro_batch[0]), dtype), size)
-+ share = jnp.asarray(1 / -(-size // self.micro_batch_size), dtype)
+- share = loss.share(jnp.asarray(checks.batch_size(micro_batch), dtype), size)
++ share = jnp.asarray(1 / -(-size // self.step.micro_batch_size), dtype)
 keras: torch does not zero gradients between steps | keras/backends/torch.py | test-keras-torch
 - model.zero_grad()
 -         self._wide: dict[int, Tensor] = {}

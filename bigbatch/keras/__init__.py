@@ -14,6 +14,6 @@ if tuple(map(int, _keras.__version__.split(".")[:2])) < (3, 8):
     )
 
 from .accumulate import accumulate
-from .verify.verify import verify
+from .verify import verify
 
 __all__ = ["accumulate", "verify"]

@@ -1,6 +1,7 @@
 """`accumulate`: `fit` in micro-batches."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, TypeVar
 
 import keras
@@ -65,20 +66,8 @@ def accumulate(model: Model, micro_batch_size: int | None) -> Model:
 
 def _backend() -> Callable[[FitStep], Backend]:
     """The part of the step for the backend of Keras, imported here so that no other framework is."""
-    match keras.backend.backend():
-        case "tensorflow":
-            from .backends.tensorflow import TensorFlowStep
-
-            return TensorFlowStep
-        case "jax":
-            from .backends.jax import JAXStep
-
-            return JAXStep
-        case "torch":
-            from .backends.torch import TorchStep
-
-            return TorchStep
-        case name:
-            raise OptionError(
-                f"Keras runs on {name}, which cannot train: set KERAS_BACKEND to tensorflow, jax or torch"
-            )
+    name = keras.backend.backend()
+    if name not in ("tensorflow", "jax", "torch"):
+        raise OptionError(f"Keras runs on {name}, which cannot train: set KERAS_BACKEND to tensorflow, jax or torch")
+    found: Callable[[FitStep], Backend] = import_module(f".backends.{name}", __package__).BackendStep
+    return found

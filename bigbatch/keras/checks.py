@@ -1,4 +1,4 @@
-"""Checks of a model and a batch, made before anything changes."""
+"""What is known of a model and a batch before a step, and checks of both, made before anything changes."""
 
 from typing import Any
 
@@ -18,29 +18,24 @@ def _sizes(batch: Any) -> list[tuple[str, int]]:
     ]
 
 
-def batch_size(batch: Any) -> int:
-    """The number of samples; raises BatchError unless x, y and sample_weight have the same, and at least one."""
-    return shared_size(_sizes(batch), batch)
+def batch_size(batch: Any, *, may_be_empty: bool = False) -> int:
+    """The number of samples; raises BatchError unless x, y and sample_weight have the same, and at least one.
 
-
-def is_even(batch: Any) -> bool:
-    """Whether `batch_size` would not raise."""
-    sizes = {size for _, size in _sizes(batch)}
-    return len(sizes) == 1 and 0 not in sizes
-
-
-def check_rows(batch: Any) -> None:
-    """Raises BatchError if x, y and sample_weight have different numbers of samples; empty batches are allowed."""
+    Args:
+        batch: x, y and sample_weight.
+        may_be_empty: Whether 0 samples, or sizes that a graph does not know yet, are allowed. Both return 0.
+    """
     sizes = _sizes(batch)
-    if any(size for _, size in sizes):
-        shared_size(sizes, batch)
+    if may_be_empty and not any(size for _, size in sizes):
+        return 0
+    return shared_size(sizes, batch)
 
 
 def check_model(model: Any) -> None:
     if not isinstance(model, keras.Model):
         raise OptionError(
-            f"accumulate() got a {type(model).__name__}, which is no keras.Model: "
-            "pass a Sequential, Functional or subclassed model of Keras 3"
+            f"the model is a {type(model).__name__}, which is not a keras.Model: pass a Sequential, Functional or "
+            "subclassed model of Keras 3"
         )
 
 
@@ -84,6 +79,7 @@ def check_layers(model: Any) -> None:
 
 
 def check_replicas(num_replicas: int, has_own_loss: bool) -> None:
+    """Raises OptionError if several replicas would compute a loss that nobody can look into."""
     if num_replicas > 1 and has_own_loss:
         raise OptionError(
             f"the model has a compute_loss of its own and {num_replicas} replicas, and bigbatch cannot tell whether it "
@@ -91,11 +87,13 @@ def check_replicas(num_replicas: int, has_own_loss: bool) -> None:
         )
 
 
-def has_batch_norm(model: Any) -> bool:
-    return bool(_batch_norms(model))
+def seeds_of(model: Any) -> list[Any]:
+    """The states of the random number generators in a model's layers."""
+    # Keras 3.15 has no public way to them
+    return [seed.state for layer in model._flatten_layers() for seed in layer._seed_generators]
 
 
-def _batch_norms(model: Any) -> list[str]:
+def batch_norms(model: Any) -> list[str]:
     """The layers that normalise by the batch; on torch, also wrapped modules (TorchModuleWrapper)."""
     found = list(model._flatten_layers())
     names = [layer.name for layer in found if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable]
@@ -109,4 +107,4 @@ def _batch_norms(model: Any) -> list[str]:
 
 def warn_of_layers(model: Any) -> None:
     """Warns if BatchNormalization sees micro-batches."""
-    warn_of_batch_norm(_batch_norms(model), "set layer.trainable = False", layer="BatchNormalization")
+    warn_of_batch_norm(batch_norms(model), "set layer.trainable = False", layer="BatchNormalization")

@@ -1,7 +1,9 @@
 """Models with data, fitted with and without accumulation, the same on every backend."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -47,6 +49,22 @@ class Case:
         history = model.fit(**self.data(), batch_size=self.batch_size, epochs=3, shuffle=False, verbose=0)
         return model, history.history
 
+    def plain(self) -> tuple[Any, dict[str, list[float]]]:
+        """The weights and the history of plain fit. Computed once for all tests."""
+        return _plain(self, keras.config.floatx())
+
+
+@functools.cache
+def _plain(case: Case, floatx: str) -> tuple[Any, dict[str, list[float]]]:
+    return only_weights(case.fit(None))
+
+
+def only_weights(fitted: tuple[Any, dict[str, list[float]]]) -> tuple[Any, dict[str, list[float]]]:
+    """What `gap` compares, without the model."""
+    model, history = fitted
+    weights = model.get_weights()
+    return SimpleNamespace(get_weights=lambda: weights), history
+
 
 def sgd(momentum: float = 0.9, **options: Any) -> Any:
     return keras.optimizers.SGD(0.05, momentum, **options)
@@ -79,6 +97,12 @@ def compiled(micro_batch_size: int | None = 16, build: Any = None, **options: An
 def fitted(model: Any, *args: Any, **options: Any) -> tuple[Any, dict[str, list[float]]]:
     """The model after fit, and its history."""
     return model, model.fit(*args, **{"epochs": 2, "verbose": 0, "shuffle": False, **options}).history
+
+
+@functools.cache
+def plain_digits(epochs: int = 2) -> tuple[Any, dict[str, list[float]]]:
+    """Plain fit of digits in batches of BATCH_SIZE, computed once for all tests."""
+    return only_weights(fitted(compiled(None), **images()(), batch_size=BATCH_SIZE, epochs=epochs))
 
 
 # --- models ----------------------------------------------------------------------------------------------

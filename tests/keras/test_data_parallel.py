@@ -126,6 +126,16 @@ def test_batch_normalization_sees_whole_micro_batches() -> None:
     assert "all-gather" not in outside | inside
 
 
+@pytest.mark.filterwarnings("ignore:1 BatchNormalization layer:bigbatch.BigBatchWarning")
+def test_nobody_gathers_a_shorter_last_micro_batch() -> None:
+    """Of 6 samples on each device 4 come first and 2 are left."""
+    share(4)
+    model = make(lambda: mlp(layers.BatchNormalization()), 16, loss="mse")
+    model.train_on_batch(X, Y)
+    outside, inside = reductions(model)
+    assert "all-gather" not in outside | inside
+
+
 def test_model_parallel() -> None:
     plain = fit_one_way(mlp)
     mesh = distribution.DeviceMesh((2, 2), ("batch", "model"), distribution.list_devices())

@@ -11,7 +11,7 @@ from keras import layers, ops
 from bigbatch import BatchError
 from bigbatch.keras import accumulate
 
-from .cases import BATCH_SIZE, NUM_SAMPLES, compiled, fitted, gap, images
+from .cases import BATCH_SIZE, NUM_SAMPLES, compiled, fitted, gap, images, plain_digits
 
 BACKEND = keras.backend.backend()
 
@@ -59,11 +59,11 @@ FEEDS = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", FEEDS)
 def test_feeds(name):
     feed, options = FEEDS[name]
-    plain = fitted(compiled(None), feed(), **options)
-    assert gap(fitted(compiled(), feed(), **options), plain) < 1e-5
+    assert gap(fitted(compiled(), feed(), **options), plain_digits()) < 1e-5
 
 
 @pytest.mark.any_backend
@@ -113,6 +113,7 @@ def test_inputs_whose_axes_do_not_match():
         np.testing.assert_array_equal(now, then)
 
 
+@pytest.mark.compiled
 @pytest.mark.each_value
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("nums", [(5, 11), (11, 5), (11, 1), (6, 3)])
@@ -139,6 +140,7 @@ def test_an_empty_batch():
         model.train_on_batch(x[:0], y[:0])
 
 
+@pytest.mark.compiled
 def test_convolution_and_dropout_train():
     """Dropout draws different numbers than on the full batch, so this tests only that the model learns."""
 
@@ -218,5 +220,5 @@ def test_loaded_model_continues(tmp_path):
     model.save(tmp_path / "model.keras")
     again = accumulate(keras.models.load_model(tmp_path / "model.keras"), 16)
     fitted(again, **options)
-    straight, _ = fitted(compiled(None), **options, epochs=4)
+    straight, _ = plain_digits(epochs=4)
     assert gap((again, {}), (straight, {})) < 1e-5

@@ -87,7 +87,7 @@ model.compile("sgd", "mse", metrics=["mae"])
 x, y = np.ones((512, 32, 32, 4), "float32"), np.ones((512, 10), "float32")
 model.fit(x[:4], y[:4], batch_size=4, verbose=0)
 before = peak()
-model.fit(x, y, batch_size=512, epochs=2, verbose=0)
+model.fit(x, y, batch_size=512, verbose=0)
 print(peak() - before)
 """
 

@@ -11,7 +11,7 @@ from bigbatch import OptionError
 from bigbatch.keras import accumulate, verify
 
 from .cases import CASES, Case
-from .test_trial import CLASS, TARGET, WEIGHT, Variational, X, mlp, noisy, root
+from .test_measure import CLASS, TARGET, WEIGHT, Variational, X, mlp, noisy, root
 
 BACKEND = keras.backend.backend()
 
@@ -43,6 +43,7 @@ def test_exact(case: Case) -> None:
     assert found.causes == ()
 
 
+@pytest.mark.compiled
 def test_in_float32() -> None:
     found = verify(compiled(mlp), X, TARGET, WEIGHT, micro_batch_size=5)
     assert found, str(found)

@@ -1,4 +1,4 @@
-"""Tasks of Keras: a model that is compiled and fitted, step by step."""
+"""Keras tasks: a compiled model that is fitted, step by step."""
 
 import inspect
 from typing import Any
@@ -22,7 +22,7 @@ POLICIES = {"float32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float
 
 
 class KerasEngine(Engine):
-    """As engine.py wants it. A step is a step of `fit`."""
+    """The engine of Keras tasks. A step is a step of `fit`."""
 
     def __init__(self, task: Task, config: Config) -> None:
         self.task = task
@@ -90,13 +90,13 @@ class KerasEngine(Engine):
         load_variables(state, self.model, self.model.optimizer)
 
     def verify(self, batch: Any) -> Verification:
-        self.num_samples(batch)  # checks its form
+        self.num_samples(batch)  # raises unless it is (x, y) or (x, y, sample_weight)
         with their_own_errors():
             return verify(self.model, *batch, micro_batch_size=self.micro_batch_size)
 
 
 def make_optimizer(task: Task, model: Any, config: Config) -> Any:
-    """The task's, or Adam; scaled for float16."""
+    """The task's optimizer, or Adam; wrapped in a LossScaleOptimizer for float16."""
     lr = config.scaled_lr
     if task.optimizer is None:
         optimizer = keras.optimizers.Adam(lr, epsilon=EPSILON)
@@ -111,9 +111,10 @@ def make_optimizer(task: Task, model: Any, config: Config) -> Any:
 
 
 def inner(optimizer: Any) -> Any:
+    """The optimizer inside of a LossScaleOptimizer, or the optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def weights_of(model: Any) -> dict[str, np.ndarray]:
-    """By path; not the seeds of random layers."""
+    """The weights of a model by their path, without the seeds of random layers."""
     return {getattr(v, "path", v.name): np.asarray(v) for v in getattr(model, "weights", model.variables)}

@@ -1,4 +1,4 @@
-"""The variables of a model and an optimizer of Keras, which have an order but not all a name of their own."""
+"""Saves and loads the variables of a Keras model and its optimizer, by their order: not all have a unique name."""
 
 from typing import Any
 
@@ -6,25 +6,26 @@ import numpy as np
 
 from ...core.errors import StateError
 
-_REMEDY = "go on with the task as it was, or start anew without --resume"
+_REMEDY = "continue with the task as it was, or start again without --resume"
 
 
 def state_of_variables(model: Any, optimizer: Any, **more: list[Any]) -> dict[str, Any]:
-    """What `load_variables` needs: the values of all variables, in order; `more` are lists of others."""
-    return {of: [np.array(v) for v in found] for of, found in (_variables(model, optimizer) | more).items()}
+    """The values of all variables, in order, for `load_variables`; `more` are lists of other variables, by name."""
+    return {name: [np.array(v) for v in found] for name, found in (_variables(model, optimizer) | more).items()}
 
 
 def load_variables(state: dict[str, Any], model: Any, optimizer: Any, **more: list[Any]) -> None:
-    """Assigns all variables; raises StateError before that if one of them does not fit."""
+    """Assigns all variables; raises StateError before anything is changed if one of them does not fit."""
     if not model.trainable_variables:
         raise StateError("the model has no variables before its first batch: give its layers an Input to resume")
     pairs: list[tuple[Any, np.ndarray]] = []
-    for of, variables in (_variables(model, optimizer) | more).items():
-        if len(variables) != len(state[of]):
+    for name, variables in (_variables(model, optimizer) | more).items():
+        if len(variables) != len(state[name]):
             raise StateError(
-                f"the saved state has {len(state[of])} variables of the {of} but the task {len(variables)}: {_REMEDY}"
+                f"the saved state has {len(state[name])} variables of the {name} but the task has {len(variables)}: "
+                f"{_REMEDY}"
             )
-        pairs += zip(variables, map(np.asarray, state[of]), strict=True)
+        pairs += zip(variables, map(np.asarray, state[name]), strict=True)
     for variable, array in pairs:
         own = np.asarray(variable)
         if (own.shape, own.dtype) != (array.shape, array.dtype):
@@ -37,7 +38,7 @@ def load_variables(state: dict[str, Any], model: Any, optimizer: Any, **more: li
 
 
 def _variables(model: Any, optimizer: Any) -> dict[str, list[Any]]:
-    """Seeds of random layers too, but not those of metrics, which begin anew with each step."""
+    """With the seeds of random layers, without the variables of metrics, which every step resets."""
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
     of_metrics = {id(variable) for metric in getattr(model, "metrics", ()) for variable in metric.variables}

@@ -6,64 +6,62 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+from jax.experimental.sparse import JAXSparse
 from jax.sharding import PartitionSpec
 from keras import tree
 from keras.src.backend import set_keras_mask
 
+from ...core.errors import BatchError
+from ...jax.distributed import add_up
+from ...jax.loop import Cut
 from .. import checks, loss
-from ..loss import Batch, Form, Found
-from .jax_batch import Cut, num_samples, taken
+from ..loss import Batch, LossSpec, Measured
 from .step import FitStep
 
-State = tuple[Any, Any, Any, Any]
+_State = tuple[Any, Any, Any, Any]
 """The values of the trainable, the non-trainable, the optimizer's and the metrics' variables."""
 
 
-class JAXStep:
+class BackendStep:
     """Stands for
 
         gradient_of = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
         (loss, updates), gradients = gradient_of(trainable, non_trainable, metrics, x, y, sample_weight)
         trainable, optimizer = model.optimizer.stateless_apply(optimizer, gradients, trainable)
 
-    with a `lax.scan` over micro-batches in the place of the second line. Non-trainable variables (seeds, say) go
-    from one micro-batch to the next.
+    with a `lax.scan` over micro-batches in place of the second line. Non-trainable variables (seeds, say) go from one
+    micro-batch to the next.
     """
 
     def __init__(self, step: FitStep) -> None:
         self.step = step
         self.model = step.model
-        self.micro_batch_size = step.micro_batch_size
         self.replaces: dict[str, Any] = {}
 
-    def train_step(self, state: State, data: Any) -> Any:
+    def train_step(self, state: _State, data: Any) -> Any:
         model = self.model
         trainable, non_trainable, optimizer, metrics = state
         batch: Batch = keras.utils.unpack_x_y_sample_weight(data)
         x, y, sample_weight = batch
         self.step.check()
         size = checks.batch_size(batch)
-        form = self.step.form(tree.map_structure(spec, batch), lambda: self.look(state, batch))
-        sums, non_trainable, value, added, leaves = self.on_devices(form, state, batch, size)
+        spec = self.step.spec(batch, lambda: self._inspect(state, batch, size))
+        sums, non_trainable, value, added, leaves = self._on_devices(spec, state, batch, size)
 
-        y_pred = None
-        if form.needs_outputs:
-            y_pred = form.rebuild(leaves)
-        if form.needs_outputs and not form.found.is_bound:
-            with loss.losses_of(model, None if added is None else [added]):
-                value, (_, non_trainable, metrics) = model.stateless_compute_loss(
-                    trainable, non_trainable, metrics,
-                    x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True,
-                )  # fmt: skip
-        if form.needs_outputs:
+        y_pred = spec.rebuild(leaves) if spec.needs_outputs else None
+        with keras.StatelessScope(self._values((trainable, non_trainable, optimizer, metrics))) as scope:
+            value = self.step.loss_of_batch(spec, batch, y_pred, added, value)
+        non_trainable = [scope.get_current_value(v) for v in model.non_trainable_variables]
+        metrics = [scope.get_current_value(v) for v in model.metrics_variables]
+        if spec.needs_outputs:
             # Keras's own step loses the masks of outputs between loss and metrics (3.15, on JAX alone): so do we
-            y_pred = loss.map_tensors(unmasked, y_pred)
+            y_pred = loss.map_tensors(_unmasked, y_pred)
         trainable, optimizer = model.optimizer.stateless_apply(optimizer, sums, trainable)
         logs, metrics = model._update_metrics_variables(metrics, value, x, y, y_pred, sample_weight)
         return logs, (trainable, non_trainable, optimizer, metrics)
 
-    def on_devices(self, form: Form, state: State, batch: Batch, size: int) -> tuple[Any, ...]:
-        """What `accumulate` returns. Devices that share a batch each cut their own part of it.
+    def _on_devices(self, spec: LossSpec, state: _State, batch: Batch, size: int) -> tuple[Any, ...]:
+        """What `_accumulate` returns. Devices that share a batch each cut their own part of it.
 
         With DataParallel every device runs its own loop, and the sums are reduced once, after it. A model that updates
         variables in its calls (BatchNormalization) has to see whole micro-batches, so there, and with ModelParallel,
@@ -74,157 +72,178 @@ class JAXStep:
         if distribution is not None:
             mesh, axis = distribution.device_mesh.backend_mesh, distribution.batch_dim_name
             num_devices = mesh.shape.get(axis, 1)
-        cut = Cut.shared(self.micro_batch_size, num_devices)
+        num = size // num_devices
+        own = min(num, max(1, self.step.micro_batch_size // num_devices))  # each device's part of a micro-batch
         is_data_parallel = isinstance(distribution, keras.distribution.DataParallel)
-        if num_devices == 1 or not is_data_parallel or self.updates_variables(state, batch[0]):
-            return self.accumulate(form, state, batch, cut, size)
-        are_seeds = self.are_seeds()
+        if num_devices == 1 or not is_data_parallel or self._updates_variables(state, batch[0]):
+            return self._accumulate(spec, state, batch, Cut(num, own), size)
+        are_seeds = self._are_seeds()
 
-        def on_one(state: State, batch: Batch) -> tuple[Any, ...]:
+        def on_one(state: _State, batch: Batch) -> tuple[Any, ...]:
             trainable, non_trainable, optimizer, metrics = state
-            own = [own_seed(v, axis) if is_seed else v for v, is_seed in zip(non_trainable, are_seeds, strict=True)]
-            state = trainable, own, optimizer, metrics
-            sums, after, *rest = self.accumulate(form, state, batch, Cut(cut.size), size, axis)
-            of_each = zip(non_trainable, own, after, are_seeds, strict=True)
+            seeds = [_own_seed(v, axis) if is_seed else v for v, is_seed in zip(non_trainable, are_seeds, strict=True)]
+            state = trainable, seeds, optimizer, metrics
+            sums, after, *rest = self._accumulate(spec, state, batch, Cut(num, own), size, (axis,))
+            of_each = zip(non_trainable, seeds, after, are_seeds, strict=True)
             after = [v + (b - a) if is_seed else b for v, a, b, is_seed in of_each]  # all count on by the same number
             return sums, after, *rest
 
         rows, whole = PartitionSpec(axis), PartitionSpec()
-        shared = tree.map_structure(lambda leaf: whole if leaf is None or not jnp.ndim(leaf) else rows, batch)
+        shared = tree.map_structure(lambda leaf: rows if _has_rows(leaf) else whole, batch)
         mapped = jax.shard_map(
             on_one,
             mesh=mesh,
             in_specs=(whole, shared),
             out_specs=(whole, whole, whole, whole, rows),
             axis_names={axis},
-            check_vma=False,  # or a loop in the model that begins with zeros, as in every RNN, would be refused
+            check_vma=False,  # True refuses loops that begin with zeros, as in every RNN
         )
         found: tuple[Any, ...] = mapped(state, batch)
         return found
 
-    def updates_variables(self, state: State, x: Any) -> bool:
+    def _updates_variables(self, state: _State, x: Any) -> bool:
         """Whether a call of the model changes variables other than seeds."""
         found: list[bool] = []
 
-        def trace(state: State, x: Any) -> None:
-            _, after, _ = self.forward(state[0], state[1], x)
+        def trace(state: _State, x: Any) -> None:
+            _, after, _ = self._forward(state[0], state[1], x)
             found.extend(a is not b for a, b in zip(state[1], after, strict=True))
 
         jax.eval_shape(trace, state, x)
-        return any(changed and not is_seed for changed, is_seed in zip(found, self.are_seeds(), strict=True))
+        return any(changed and not is_seed for changed, is_seed in zip(found, self._are_seeds(), strict=True))
 
-    def are_seeds(self) -> list[bool]:
+    def _are_seeds(self) -> list[bool]:
         """Which of the non-trainable variables are states of random number generators."""
-        # Keras 3.15 has no public way to them
-        seeds = {id(seed.state) for layer in self.model._flatten_layers() for seed in layer._seed_generators}
+        seeds = set(map(id, checks.seeds_of(self.model)))
         return [id(variable) in seeds for variable in self.model.non_trainable_variables]
 
-    def accumulate(
-        self, form: Form, state: State, batch: Batch, cut: Cut, size: int, axis: str | None = None
+    def _accumulate(
+        self, spec: LossSpec, state: _State, batch: Batch, cut: Cut, size: int, axes: tuple[str, ...] = ()
     ) -> tuple[Any, ...]:
         """The gradient of the batch, the updated variables, the loss, what model.losses add, and the outputs.
 
-        `size` is that of the whole batch, of which a device has a part where `axis` is given.
+        `cut` is that of each device's part of a batch of `size` samples. `batch` is such a part if `axes` are given.
         """
         model = self.model
         trainable, non_trainable, optimizer, metrics = state
         dtype = self.step.dtype
-        weights = self.count(form, state, batch, cut, axis) if form.is_counted else None
-        has_added = False
+        shares_of = self._count(spec, state, batch, cut, axes) if spec.is_counted else None
 
         def gradient_of(trainable: Any, non_trainable: Any, micro_batch: Batch, share: Any, shares: Any) -> Any:
-            nonlocal has_added
-            y_pred, non_trainable, losses = self.forward(trainable, non_trainable, micro_batch[0])
-            with keras.StatelessScope(self.mapping((trainable, non_trainable, optimizer, metrics))):
-                micro, added = loss.micro_loss(model, form, micro_batch, y_pred, losses, share, shares)
-                has_added |= added is not None
-                leaves = form.leaves(y_pred)
-                return model.optimizer.scale_loss(micro), (non_trainable, micro, added, leaves)
+            y_pred, non_trainable, losses = self._forward(trainable, non_trainable, micro_batch[0])
+            with keras.StatelessScope(self._values((trainable, non_trainable, optimizer, metrics))):
+                micro, added = loss.micro_loss(model, spec, micro_batch, y_pred, losses, share, shares)
+                return model.optimizer.scale_loss(micro), (non_trainable, micro, added, spec.leaves(y_pred))
 
-        def body(carry: Any, micro_batch: Batch, weight: Any) -> tuple[Any, list[Any]]:
+        def body(carry: Any, number: Any, num: int) -> tuple[Any, list[Any]]:
             sums, non_trainable, value, sum_added = carry
-            share = loss.share(jnp.asarray(num_samples(micro_batch[0]), dtype), size)
+            micro_batch = _take(cut, batch, number, num)
+            share = loss.share(jnp.asarray(checks.batch_size(micro_batch), dtype), size)
+            shares = None if shares_of is None else shares_of[number]
             gradients, (non_trainable, micro, added, leaves) = jax.grad(gradient_of, has_aux=True)(
-                trainable, non_trainable, micro_batch, share, weight
+                trainable, non_trainable, micro_batch, share, shares
             )
             sums = [s + g.astype(s.dtype) for s, g in zip(sums, gradients, strict=True)]
-            return (sums, non_trainable, value + micro, sum_added if added is None else sum_added + added), leaves
+            return (sums, non_trainable, value + micro, sum_added + added), [_by_device(leaf, num) for leaf in leaves]
 
         zero = jnp.zeros((), dtype)
         sums = [jnp.zeros(v.shape, loss.wide(v.dtype)) for v in trainable]
-        carry, found = cut.loop(body, (sums, non_trainable, zero, zero), batch, weights)
-        sums, non_trainable, value, added = carry
-        if axis is not None:
-            sums, value, added = jax.lax.psum((sums, value, added), axis)
+        (sums, non_trainable, value, added), stacks = cut.loop(body, (sums, non_trainable, zero, zero))
+        sums, value, added = add_up((sums, value, added), axes)
         sums = [s.astype(v.dtype) for s, v in zip(sums, trainable, strict=True)]
-        return sums, non_trainable, value, added if has_added else None, cut.joined(found)
+        leaves = [_in_order(leaf) for leaf in cut.join(stacks)]
+        return sums, non_trainable, value, added, leaves
 
-    def count(self, form: Form, state: State, batch: Batch, cut: Cut, axis: str | None) -> Any:
-        """The shares of the losses in each micro-batch, where masks or sample weights decide.
+    def _count(self, spec: LossSpec, state: _State, batch: Batch, cut: Cut, axes: tuple[str, ...]) -> Any:
+        """A row for each micro-batch: what its terms are multiplied by, where masks or sample weights decide.
 
         Masks come out of the model, so it runs once more, without gradients; the compiler leaves of that only what
         the masks need.
         """
 
-        def body(total: Any, micro_batch: Batch, _: Any) -> tuple[Any, list[Any]]:
-            y_pred, _, _ = self.forward(state[0], state[1], micro_batch[0], training=False)
-            num = num_samples(micro_batch[0])
-            weights = loss.weights(self.model, form, micro_batch, y_pred, num, self.step.dtype)
+        def body(total: Any, number: Any, num: int) -> tuple[Any, list[Any]]:
+            micro_batch = _take(cut, batch, number, num)
+            y_pred, _, _ = self._forward(state[0], state[1], micro_batch[0], training=False)
+            num_samples = checks.batch_size(micro_batch)
+            weights = loss.weights(self.model, spec, micro_batch, y_pred, num_samples, self.step.dtype)
             return total + weights, [weights]
 
-        total, found = cut.loop(body, jnp.zeros(len(form.kinds), self.step.dtype), batch)
-        total = total if axis is None else jax.lax.psum(total, axis)
-        weights = jnp.concatenate([stacked for (stacked,) in found])
-        return loss.share(weights, total)
+        total, stacks = cut.loop(body, jnp.zeros(len(spec.kinds), self.step.dtype))
+        return loss.share(jnp.concatenate([weights for (weights,) in stacks]), add_up(total, axes))
 
-    def mapping(self, state: State) -> list[tuple[Any, Any]]:
+    def _values(self, state: _State) -> list[tuple[Any, Any]]:
         """Pairs of all variables and their values."""
         model = self.model
-        kinds = (
+        variables = (
             model.trainable_variables,
             model.non_trainable_variables,
             model.optimizer.variables,
             model.metrics_variables,
         )
-        return [pair for pairs in zip(kinds, state, strict=True) for pair in zip(*pairs, strict=True)]
+        return [pair for pairs in zip(variables, state, strict=True) for pair in zip(*pairs, strict=True)]
 
-    def peek(self, state: State, iterator: Any) -> tuple[Any, tuple[State, Any]]:
+    def peek(self, state: _State, iterator: Any) -> tuple[Any, tuple[_State, Any]]:
         first = next(iterator)
         return first, (state, itertools.chain([first], iterator))
 
-    def try_out(self, batch: Batch, *args: Any) -> Found:
+    def measure(self, batch: Batch, *args: Any) -> Measured:
         state, _ = args
         batch = tree.map_structure(lambda leaf: leaf if leaf is None else jnp.asarray(leaf), batch)
-        with jax.default_matmul_precision("highest"):  # by default a GPU rounds otherwise for another batch size
-            return self.step.trial(batch, taken, self.mapping(state))
+        with jax.default_matmul_precision("highest"):  # by default a GPU rounds differently for another batch size
+            return self.step.measure(batch, lambda rows, start, stop: rows[start:stop], self._values(state))
 
-    def forward(self, trainable: Any, non_trainable: Any, x: Any, *, training: bool = True) -> Any:
+    def _forward(self, trainable: Any, non_trainable: Any, x: Any, *, training: bool = True) -> Any:
         """The model's output, the updated non-trainable variables, and model.losses."""
         options = {"training": training} if self.model._call_has_training_arg else {}
         return self.model.stateless_call(trainable, non_trainable, x, return_losses=True, **options)
 
-    def look(self, state: State, batch: Batch) -> Form:
-        """The form of a batch, from one micro-batch that is traced and never runs."""
+    def _inspect(self, state: _State, batch: Batch, size: int) -> LossSpec:
+        """The spec of a batch, from one micro-batch that is traced and never runs."""
         found = []
 
-        def trace(state: State, batch: Batch) -> None:
-            micro_batch = taken(batch, 0, min(self.micro_batch_size, num_samples(batch[0])))
-            y_pred, _, _ = self.forward(state[0], state[1], micro_batch[0])
-            found.append(loss.look(self.model, micro_batch, y_pred))
+        def trace(state: _State, batch: Batch) -> None:
+            cut = Cut(size, min(size, self.step.micro_batch_size))
+            micro_batch = _take(cut, batch, 0, cut.size)
+            y_pred, _, losses = self._forward(state[0], state[1], micro_batch[0])
+            found.append(loss.inspect(self.model, micro_batch, y_pred, losses))
 
         jax.eval_shape(trace, state, batch)
         return found[0]
 
 
-def own_seed(seed: Any, axis: str) -> Any:
-    """Another one on every device, so that no mask of dropout comes twice."""
+def _take(cut: Cut, batch: Batch, number: Any, num: int) -> Any:
+    """A micro-batch: `num` samples from each device's part of the batch, so that no samples move between devices.
+
+    Values without axes are passed whole.
+    """
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, JAXSparse):
+            raise BatchError("a sparse JAX array cannot be cut: give fit a dense one")
+        return _in_order(cut.take(_by_device(value, cut.num_samples), number, num)) if _has_rows(value) else value
+
+    return tree.map_structure(leaf, batch)
+
+
+def _by_device(rows: Any, num: int) -> Any:
+    """Rows of shape (devices * num, ...), each device's part after the other, as (num, devices, ...)."""
+    return rows.reshape(-1, num, *rows.shape[1:]).swapaxes(0, 1)
+
+
+def _in_order(rows: Any) -> Any:
+    """The opposite of `_by_device`."""
+    return rows.swapaxes(0, 1).reshape(-1, *rows.shape[2:])
+
+
+def _has_rows(leaf: Any) -> bool:
+    return leaf is not None and jnp.ndim(leaf) > 0
+
+
+def _own_seed(seed: Any, axis: str) -> Any:
+    """A different seed on every device, so that no mask of dropout comes twice."""
     return jax.random.fold_in(seed, jax.lax.axis_index(axis))
 
 
-def unmasked(tensor: Any) -> Any:
+def _unmasked(tensor: Any) -> Any:
     set_keras_mask(tensor, None)
     return tensor
-
-
-def spec(leaf: Any) -> Any:
-    return None if leaf is None else (jnp.shape(leaf)[1:], leaf.dtype)

@@ -1,19 +1,18 @@
 """The `train_step` that accumulate() gives to a model: what is the same on all backends."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import keras
 
 from ...core.errors import warn
-from .. import checks
-from ..loss import Batch, Form, Found, wide
-from ..verify.trial import try_out
+from .. import checks, loss
+from ..loss import Batch, LossSpec, Measured, wide
+from ..measure import Rows, measure
 
 
 class Backend(Protocol):
-    """What each backend adds: a step in micro-batches, and how to try the loss on the first batch."""
+    """What each backend adds: a step in micro-batches, and how to measure the loss on the first batch."""
 
     replaces: dict[str, Any]
     """Further methods of the model to replace, by name."""
@@ -24,8 +23,8 @@ class Backend(Protocol):
     def peek(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
         """The first batch in the arguments of a train_function, and the arguments to call it with after that."""
 
-    def try_out(self, batch: Batch, *args: Any, **kwargs: Any) -> Found:
-        """Tries the loss on the first batch."""
+    def measure(self, batch: Batch, *args: Any, **kwargs: Any) -> Measured:
+        """Measures how the loss counts, on the first batch and the arguments of the train_function."""
 
 
 class FitStep:
@@ -36,16 +35,16 @@ class FitStep:
     Args:
         model: The model to train.
         micro_batch_size: The number of samples in a micro-batch.
-        backend: Makes the part that only this backend has. It calls `check`, `form`, `call`, `scale` and `trial`.
+        backend: Makes the part that only this backend has.
     """
 
     def __init__(self, model: Any, micro_batch_size: int, backend: Callable[["FitStep"], Backend]) -> None:
         self.model = model
         self.micro_batch_size = micro_batch_size
         self._has_warned = False
-        self._forms: dict[Any, Form] = {}
-        self._compiled: Any = None
-        self._found = Found()
+        self._specs: dict[Any, LossSpec] = {}
+        self._compiled: tuple[Any, Any] | None = None
+        self._measured = Measured()
         self._backend = backend(self)
         self._methods = {
             "train_step": self.train_step, "make_train_function": self.make_train_function, **self._backend.replaces
@@ -74,20 +73,20 @@ class FitStep:
         return self._backend.train_step(*args)
 
     def make_train_function(self, force: bool = False) -> None:
-        """Keras's own, except that the loss is tried on the first batch before the first step."""
+        """Keras's own, except that the loss is measured on the first batch before the first step."""
         model = self.model
         if model.train_function is not None and not force:
             return
         type(model).make_train_function(model, force)
         function = model.train_function
-        is_tried = False
+        is_measured = False
 
         def train_function(*args: Any) -> Any:
-            nonlocal is_tried
-            if not is_tried:
-                is_tried = True
+            nonlocal is_measured
+            if not is_measured:
+                is_measured = True
                 data, args = self._backend.peek(*args)
-                self._found = self._backend.try_out(keras.utils.unpack_x_y_sample_weight(data), *args)
+                self._measured = self._backend.measure(keras.utils.unpack_x_y_sample_weight(data), *args)
             return function(*args)
 
         model.train_function = train_function
@@ -116,37 +115,52 @@ class FitStep:
         compiled = self.model._compile_loss
         return wide(keras.config.floatx() if compiled is None else compiled.dtype)
 
-    def form(self, specs: Any, look: Callable[[], Form]) -> Form:
-        """The form of batches of these types; `look()` finds it, once for each compile()."""
+    def spec(self, batch: Batch, inspect: Callable[[], LossSpec]) -> LossSpec:
+        """The spec for batches like this one; `inspect()` finds it, once for each compile()."""
         compiled = (self.model._compile_loss, self.model._compile_metrics)
         if self._compiled is None or any(a is not b for a, b in zip(self._compiled, compiled, strict=True)):
             self._compiled = compiled
-            self._forms.clear()
-        key = str(specs)
-        if key not in self._forms:
-            self._forms[key] = look()
-        return self._forms[key].with_found(self._found)
+            self._specs.clear()
 
-    def trial(
-        self, batch: Batch, cut: Any, values: Any = None, alone: Callable[[], Any] = lambda: nullcontext(1)
-    ) -> Found:
-        """Tries the loss outside of what fit compiles, without leaving a trace.
+        def kind(leaf: Any) -> Any:
+            return None if leaf is None else (leaf.shape[1:], leaf.dtype)
+
+        key = str(keras.tree.map_structure(kind, batch))
+        if key not in self._specs:
+            self._specs[key] = inspect()
+        return self._specs[key].with_measured(self._measured)
+
+    def loss_of_batch(self, spec: LossSpec, batch: Batch, y_pred: Any, added: Any, value: Any) -> Any:
+        """The loss of the whole batch for the history, from its outputs; updates the metrics that belong to the loss.
 
         Args:
-            batch: The batch to try it on.
-            cut: `cut(batch, start, num)` returns rows of a batch.
+            spec: The spec of the batch.
+            batch: The whole batch.
+            y_pred: The model's outputs for it, if anything needs them.
+            added: What model.losses add to the loss.
+            value: The loss that the micro-batches add up to.
+        """
+        if not spec.needs_outputs or spec.measured.is_bound:
+            return value
+        x, y, sample_weight = batch
+        with loss.losses_of(self.model, [added] if spec.has_layer_losses else []):
+            return self.model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+
+    def measure(self, batch: Batch, rows: Rows, values: Any = None) -> Measured:
+        """Measures the loss outside of what fit compiles, without leaving a trace.
+
+        Args:
+            batch: The batch to measure it on.
+            rows: `rows(tensor, start, stop)` returns rows of a tensor.
             values: Pairs of variables and values, if the variables do not hold their values themselves.
-            alone: Inside `alone()`, which gives the number of replicas, there is only one replica.
         """
         self.check()
-        if not checks.is_even(batch):
-            return Found()  # the step says what is wrong with it
         model = self.model
         if values is None:
             values = [(v, v.value) for v in model.trainable_variables]  # or regularizers would find none (Keras 3.15)
         with keras.StatelessScope(values, collect_losses=True):
-            found, messages = try_out(model, batch, self.micro_batch_size, self.call, cut, alone)
+            measured, messages = measure(model, batch, self.micro_batch_size, self.call, rows)
             model._clear_losses()
         for message in messages:
             warn(message)
-        return found
+        return measured

@@ -1,9 +1,13 @@
-"""fit on the tensorflow backend: the whole step is one graph, the micro-batches are a loop in it."""
+"""fit on the tensorflow backend: the whole step is one graph, the micro-batches are a loop in it.
+
+Under tf.distribute each replica has its own part of the batch, cuts it, and adds up its own gradients. Replicas talk
+twice: to add up the weights before the first micro-batch, and to add up the gradients after the last.
+"""
 
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,165 +15,178 @@ import keras
 import tensorflow as tf
 from keras import tree
 
+from ...tensorflow.batch import Layout, any_size, is_tensor, num_samples, numbered, part, rows
+from ...tensorflow.distributed import replicas
+from ...tensorflow.distributed.one_replica import Share, one_replica
+from ...tensorflow.internals import outside_of_scopes, without_reduction
 from .. import checks, loss
-from ..loss import Batch, Form, Found
-from . import tensorflow_replicas as replicas
+from ..loss import Batch, LossSpec, Measured
 from .step import FitStep
-from .tensorflow_batch import as_tensor, cut, num_samples, placeholder, spec, with_rows, without_optional
 
-Body = Callable[[Any, Any, Any], tuple[Any, list[Any]]]
+Body = Callable[[Any, Any], tuple[Any, list[Any]]]
+
+_OTHER_ROWS = (
+    "an array of x, y or sample_weight has another number of samples than the first of x: all arrays of a batch share "
+    "their leading axis"
+)
 
 
-class TensorFlowStep:
+class BackendStep:
     """Stands for
 
         with tf.GradientTape() as tape:
             loss = model.compute_loss(x, y, model(x, training=True), sample_weight)
         optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
 
-    with a `tf.while_loop` over micro-batches in the place of the first two lines.
+    with a `tf.while_loop` over micro-batches in place of the first two lines.
     """
 
     def __init__(self, step: FitStep) -> None:
         self.step = step
         self.model = step.model
-        self.micro_batch_size = step.micro_batch_size
         self.replaces: dict[str, Any] = {}
         self.strategy = self.model._distribute_strategy
+        self.has_workers = isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy)
         if self.strategy is not None:
             self.replaces["_maybe_symbolic_build"] = self._maybe_symbolic_build
-            if replicas.is_multi_worker(self.strategy):
-                self.replaces["test_step"] = self.test_step
+        if self.has_workers:
+            self.replaces["test_step"] = self.test_step
 
     def train_step(self, data: Any) -> Any:
-        model = self.model
-        batch: Batch = keras.utils.unpack_x_y_sample_weight(tree.map_structure(as_tensor, data))
-        checks.check_rows(batch)
-        batch = with_rows(batch, num_samples(batch[0]))
-        x, y, sample_weight = batch
-        specs = tree.map_structure(spec, batch)
-        form = self.step.form(specs, lambda: self.look(specs))
-        self.step.check()
-        checks.check_replicas(replicas.num_replicas(), form.has_own_loss)
-        size = num_samples(x)
-        total = replicas.add_up(tf.cast(size, self.step.dtype))
-        gradients, value, added, leaves = self.accumulate(form, batch, size, total)
+        step, model = self.step, self.model
+        batch: Batch = keras.utils.unpack_x_y_sample_weight(tree.map_structure(_as_tensor, data))
+        checks.batch_size(batch, may_be_empty=True)  # raises if they differ
+        batch = _with_equal_rows(batch)
+        spec = step.spec(batch, lambda: self._inspect(batch))
+        step.check()
+        checks.check_replicas(tf.distribute.get_strategy().num_replicas_in_sync, spec.has_own_loss)
+        size = tf.cast(_num_samples(batch), step.dtype)
+        (total,) = _add_up([size])
+        gradients, value, added, leaves = self._accumulate(spec, batch, total)
 
-        y_pred = None
-        if form.needs_outputs:
-            y_pred = form.rebuild(leaves)
-        if form.needs_outputs and not form.found.is_bound:
-            with loss.losses_of(model, [] if added is None else [added]):
-                whole = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-            value = whole if form.has_own_loss or form.is_vector else value
+        y_pred = spec.rebuild(leaves) if spec.needs_outputs else None
+        whole = step.loss_of_batch(spec, batch, y_pred, added, value)
+        if spec.is_vector or not replicas.is_shared():
+            value = whole
         # with several replicas, value is this one's part of the loss of all: the tracker adds up value * samples
-        part = loss.share(total, tf.cast(size, total.dtype)) if replicas.num_replicas() > 1 else 1
-        model._loss_tracker.update_state(value * tf.cast(part, value.dtype), sample_weight=size)
+        value *= tf.cast(loss.share(total, size), value.dtype)
+        model._loss_tracker.update_state(value, sample_weight=size)
         if weights := model.trainable_weights:
-            gradients = replicas.add_up(gradients)
-            with replicas.added_up_already(model.optimizer):
+            gradients = _add_up(gradients)
+            with without_reduction(getattr(model.optimizer, "inner_optimizer", model.optimizer)):
                 model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+        x, y, sample_weight = batch
         logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        return replicas.as_vectors(logs) if replicas.is_multi_worker(self.strategy) else logs
+        return _as_vectors(logs) if self.has_workers else logs
 
-    def accumulate(self, form: Form, batch: Batch, size: Any, total: Any) -> tuple[Any, ...]:
+    def _accumulate(self, spec: LossSpec, batch: Batch, total: Any) -> tuple[Any, ...]:
         """The gradient of the batch, its loss, what model.losses add to it, and the model's outputs."""
         model, weights = self.model, self.model.trainable_weights
-        shares_at = self.count(form, batch, size) if form.is_counted else None
-        has_gradient, has_added = [False] * len(weights), False
+        shares_of_rows = self._count(spec, batch) if spec.is_counted else None
+        has_gradient = [False] * len(weights)
 
-        def body(start: Any, num: Any, carry: Any) -> tuple[Any, list[Any]]:
-            nonlocal has_added
+        def body(micro: Any, carry: Any) -> tuple[Any, list[Any]]:
             sums, value, added = carry
-            micro_batch = cut(batch, start, num)
-            share = loss.share(tf.cast(num, total.dtype), total)
-            shares = None if shares_at is None else shares_at(start)
-            with tf.GradientTape() as tape:
+            micro_batch, shares = micro
+            share = loss.share(tf.cast(_num_samples(micro_batch), total.dtype), total)
+            shares = None if shares is None else tf.unstack(shares[0])
+            # where a loss is computed there is one replica, or Keras's losses would divide by their number
+            with tf.GradientTape() as tape, one_replica(Share(1.0)):
                 y_pred = self.step.call(micro_batch[0])
-                micro, extra = loss.micro_loss(model, form, micro_batch, y_pred, model.losses, share, shares)
-                scaled = self.step.scale(micro)
+                micro_loss, extra = loss.micro_loss(model, spec, micro_batch, y_pred, model.losses, share, shares)
+                scaled = self.step.scale(micro_loss)
             gradients = tape.gradient(scaled, weights)
             for i, gradient in enumerate(gradients):
                 has_gradient[i] |= gradient is not None
-            has_added |= extra is not None
             # tf.py_function forgets the shape
             sums = [
                 s if g is None else tf.ensure_shape(s + tf.cast(g, s.dtype), s.shape)
                 for s, g in zip(sums, gradients, strict=True)
             ]
-            return (sums, value + micro, added if extra is None else added + extra), form.leaves(y_pred)
+            return (sums, value + micro_loss, added + extra), spec.leaves(y_pred)
 
         zero = tf.zeros((), total.dtype)
         carry = ([tf.zeros(v.shape, loss.wide(v.dtype)) for v in weights], zero, zero)
-        (sums, value, added), leaves = self.loop(body, carry, size, form.specs())
+        (sums, value, added), leaves = self._loop(body, carry, (batch, shares_of_rows), spec.leaves(spec.outputs))
         gradients = [
             tf.cast(s, v.dtype) if has else None for s, v, has in zip(sums, weights, has_gradient, strict=True)
         ]
-        return gradients, value, added if has_added else None, leaves
+        return gradients, value, added, leaves
 
-    def count(self, form: Form, batch: Batch, size: Any) -> Callable[[Any], Any]:
-        """The shares of each loss that has a mask or divides by sample weights.
+    def _count(self, spec: LossSpec, batch: Batch) -> Any:
+        """A row for each sample: what each term of its micro-batch is multiplied by, if masks or weights decide that.
 
         Masks come out of the model, so it runs once more, without gradients; in a graph only what the masks need
         is left of that.
         """
 
-        def body(start: Any, num: Any, total: Any) -> tuple[Any, list[Any]]:
-            micro_batch = cut(batch, start, num)
+        def body(micro_batch: Batch, total: Any) -> tuple[Any, list[Any]]:
+            num = _num_samples(micro_batch)
             y_pred = self.step.call(micro_batch[0], training=False)
-            weights = loss.weights(self.model, form, micro_batch, y_pred, num, self.step.dtype)
+            weights = loss.weights(self.model, spec, micro_batch, y_pred, num, self.step.dtype)
             return total + weights, [tf.repeat(weights[None], num, axis=0)]
 
-        num_parts = len(form.kinds)
-        specs = [tf.TensorSpec((None, num_parts), self.step.dtype)]
-        total, (weights,) = self.loop(body, tf.zeros(num_parts, self.step.dtype), size, specs)
-        shares = loss.share(weights, replicas.add_up(total))
-        return lambda start: tf.unstack(shares[tf.minimum(start, size - 1)], num_parts)  # XLA looks beyond the end
+        zeros = tf.zeros(len(spec.kinds), self.step.dtype)
+        total, (weights,) = self._loop(body, zeros, batch, [tf.TensorSpec((None, len(spec.kinds)), self.step.dtype)])
+        (total,) = _add_up([total])
+        return loss.share(weights, total)
 
-    def loop(self, body: Body, carry: Any, size: Any, specs: list[Any]) -> tuple[Any, list[Any]]:
-        """Runs `body(start, num, carry) -> carry, tensors` for each micro-batch, and joins the tensors."""
-        micro = self.micro_batch_size
-        is_fixed = self.model.jit_compile and not self.model.run_eagerly  # XLA wants to know all sizes beforehand
-        if is_fixed:
-            micro = min(micro, size) if isinstance(size, int) else tf.minimum(micro, size)
-        num_loops = size // micro if is_fixed else -(-size // micro)
+    def _loop(self, body: Body, carry: Any, batch: Any, outputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Runs `body(micro_batch, carry) -> carry, tensors` for each micro-batch, and joins the tensors.
+
+        XLA needs to know all sizes beforehand, so there the shorter last micro-batch comes after the loop.
+        """
+        layout, micro = Layout(batch), self.step.micro_batch_size
+        size = num_samples(layout.tensors)
+        is_for_xla = self.model.jit_compile and not self.model.run_eagerly
+        if is_for_xla:
+            micro = tf.minimum(micro, size)
+        rest = size % micro if is_for_xla else 0
+        num = -(-(size - rest) // micro)
         arrays = [
-            tf.TensorArray(s.dtype, size=num_loops, infer_shape=False, element_shape=(None, *s.shape[1:]))
-            for s in specs
+            tf.TensorArray(o.dtype, size=num, infer_shape=False, element_shape=(None, *o.shape[1:])) for o in outputs
         ]
 
-        def step(k: Any, carry: Any, arrays: Any) -> tuple[Any, Any, Any]:
-            num = micro if is_fixed else tf.minimum(micro, size - k * micro)
-            carry, tensors = body(k * micro, num, carry)
-            return k + 1, carry, [array.write(k, tensor) for array, tensor in zip(arrays, tensors, strict=True)]
+        def add(k: Any, state: Any) -> Any:
+            tensors = layout.tensors
+            cut = [rows(t, k * micro, micro) if is_for_xla else numbered(t, k, micro) for t in tensors]
+            carry, found = body(layout.pack(cut), state[0])
+            return k + 1, (carry, [array.write(k, tensor) for array, tensor in zip(state[1], found, strict=True)])
 
-        _, carry, arrays = tf.while_loop(
-            lambda k, *_: k < num_loops, step, (tf.constant(0), carry, arrays), parallel_iterations=1
-        )
-        if not is_fixed:
+        state = tf.constant(0), (carry, arrays)
+        _, (carry, arrays) = tf.while_loop(lambda k, _: k < num, add, state, parallel_iterations=1)
+        if not is_for_xla:
             return carry, [array.concat() for array in arrays]
-        joined = [flat(array.stack()) for array in arrays]
-        rest = size % micro
-        carry, tensors = tf.cond(
-            tf.convert_to_tensor(rest > 0),
-            lambda: body(num_loops * micro, rest, carry),
-            lambda: (carry, [tf.zeros(tf.concat([[rest], tf.shape(j)[1:]], 0), j.dtype) for j in joined]),
-        )
+        joined = [_flat(array.stack()) for array in arrays]
+
+        def last() -> Any:
+            return body(layout.pack([rows(t, size - rest, rest) for t in layout.tensors]), carry)
+
+        def nothing() -> Any:
+            return carry, [tf.zeros(tf.concat([[rest], tf.shape(j)[1:]], 0), j.dtype) for j in joined]
+
+        carry, tensors = tf.cond(rest > 0, last, nothing)
         return carry, [tf.concat(pair, 0) for pair in zip(joined, tensors, strict=True)]
 
-    def look(self, specs: Any) -> Form:
-        """Traces one micro-batch in a graph that never runs: builds what is not built, and sees what there is."""
-        with tf.__internal__.FuncGraph("bigbatch_form").as_default():
-            batch: Batch = tree.map_structure(placeholder, specs)
+    def _inspect(self, batch: Batch) -> LossSpec:
+        """Traces one micro-batch in a graph that never runs: builds what is not built."""
+        found = []
+        types = tree.map_structure(lambda leaf: None if leaf is None else any_size(leaf), batch)
+
+        def trace(batch: Batch) -> None:
             x, y, sample_weight = batch
             y_pred = self.step.call(x)
+            losses = self.model.losses
             self.model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-            return loss.look(self.model, batch, y_pred)
+            found.append(loss.inspect(self.model, batch, y_pred, losses))
+
+        tf.function(trace, autograph=False).get_concrete_function(types)
+        return found[0]
 
     def peek(self, iterator: Any) -> tuple[Any, tuple[Any]]:
-        """Of Keras's iterator the first elements are taken, and given back as another iterator of the same type."""
+        """Takes the first elements of Keras's iterator, and gives them back as another iterator of the same type."""
         num = self.model.steps_per_execution
         first = list(itertools.islice(iterator, num))
         if not first:
@@ -181,40 +198,86 @@ class TensorFlowStep:
             again = tf.nest.pack_sequence_as(iterator, elements, expand_composites=True)
         return first[0], (again,)
 
-    def try_out(self, batch: Batch, *args: Any) -> Found:
+    def measure(self, batch: Batch, *args: Any) -> Measured:
         """Eagerly, on what the first replica has of the batch."""
-        strategy = self.strategy or tf.distribute.get_strategy()
-        batch = tree.map_structure(without_optional, batch)
-        batch = tree.map_structure(as_tensor, replicas.first_replica(strategy, batch))
-        specs = tree.map_structure(spec, batch)
-        if not checks.is_even(batch):
-            return Found()
-        self.step.form(specs, lambda: self.look(specs))  # builds what is not built
-        found: list[Found] = []
-        with full_precision():
-            strategy.run(lambda: found.append(self.step.trial(batch, cut, alone=replicas.alone)))
-        return found[0]
+        batch = tree.map_structure(_without_optional, batch)
+        batch = tree.map_structure(_as_tensor, _of_first_replica(self.model.distribute_strategy, batch))
+        self.step.spec(batch, lambda: self._inspect(batch))  # builds what is not built
+        with outside_of_scopes(), _full_precision():
+            return self.step.measure(batch, part)
 
     # --- instead of methods of Keras 3.15 that fail under a strategy ------------------------------------------
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Builds the model from its first batch.
 
-        Keras takes the mean of what the replicas have of it, which fails where they have more and less.
+        Keras takes the mean of what the replicas have of it, which fails if some have more and some less.
         """
         for _, _, batches in iterator or ():
-            data_batch = replicas.first_replica(self.strategy, next(batches))
+            data_batch = _of_first_replica(self.strategy, next(batches))
             break
         with self.strategy.scope():
             self.model._symbolic_build(data_batch=data_batch)
 
     def test_step(self, data: Any) -> Any:
-        return replicas.as_vectors(type(self.model).test_step(self.model, data))
+        return _as_vectors(type(self.model).test_step(self.model, data))
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """What a graph can cut; None stays None."""
+    return leaf if leaf is None or is_tensor(leaf) else tf.convert_to_tensor(leaf)
+
+
+def _without_optional(leaf: Any) -> Any:
+    """Keras's datasets have an empty Optional in place of None."""
+    return None if isinstance(leaf, tf.experimental.Optional) else leaf
+
+
+def _of_first_replica(strategy: Any, batch: Any) -> Any:
+    """The part of a distributed batch that the first replica of this process gets."""
+    return tree.map_structure(lambda value: strategy.experimental_local_results(value)[0], batch)
+
+
+def _num_samples(batch: Any) -> Any:
+    return num_samples(Layout(batch).tensors)
+
+
+def _with_equal_rows(batch: Batch) -> Batch:
+    """The batch; a graph checks sizes that are known only when it runs (XLA leaves that out)."""
+    size = _num_samples(batch)
+
+    def checked(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
+            return leaf
+        with tf.control_dependencies([tf.debugging.Assert(tf.equal(tf.shape(leaf)[0], size), [_OTHER_ROWS])]):
+            return tf.identity(leaf)
+
+    equal: Batch = tree.map_structure(checked, batch)
+    return equal
+
+
+def _add_up(tensors: list[Any]) -> list[Any]:
+    """The sums over all replicas, in one reduction; None stays None."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if not present or not replicas.is_shared():
+        return tensors
+    sums = iter(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, present))
+    return [None if tensor is None else next(sums) for tensor in tensors]
+
+
+def _as_vectors(logs: Any) -> Any:
+    """Numbers as vectors of one: over several workers Keras 3.15 takes a mean along the first axis of each log."""
+    return tree.map_structure(lambda value: tf.reshape(value, (1,)), logs)
+
+
+def _flat(stacked: Any) -> Any:
+    """Merges the first two axes."""
+    return tf.reshape(stacked, tf.concat([[-1], tf.shape(stacked)[2:]], 0))
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
-    """Without TensorFloat-32, which rounds otherwise for another batch size."""
+def _full_precision() -> Iterator[None]:
+    """Without TensorFloat-32, which rounds differently for another batch size."""
     config = tf.config.experimental
     was = config.tensor_float_32_execution_enabled()
     config.enable_tensor_float_32_execution(False)
@@ -222,8 +285,3 @@ def full_precision() -> Iterator[None]:
         yield
     finally:
         config.enable_tensor_float_32_execution(was)
-
-
-def flat(stacked: Any) -> Any:
-    """Merges the first two axes."""
-    return tf.reshape(stacked, tf.concat([[-1], tf.shape(stacked)[2:]], 0))

@@ -11,12 +11,13 @@ from torch import Tensor
 from ...core.weight import share
 from ...torch.batch import cut, map_tensors
 from ...torch.gradients import unalias
+from ...torch.random import random_state_kept
 from .. import checks, loss
-from ..loss import Batch, Form, Found
+from ..loss import Batch, LossSpec, Measured
 from .step import FitStep
 
 
-class TorchStep:
+class BackendStep:
     """Stands for
 
         model.zero_grad()
@@ -50,50 +51,44 @@ class TorchStep:
     def _backward(self, batch: Batch, size: int) -> tuple[Any, Any]:
         """Adds up the gradient of the batch; returns its loss, and the outputs if anything needs them."""
         step, model = self.step, self.step.model
-        value, added, kept = 0.0, None, []
+        value, added, kept = 0.0, 0.0, []
         micro_batches, sizes = cut(batch, step.micro_batch_size)
         for k, (micro_batch, num) in enumerate(zip(micro_batches, sizes, strict=True)):
-            micro_batch = _own_weights(micro_batch)
+            micro_batch = _with_own_weights(micro_batch)
             y_pred = step.call(micro_batch[0])
             losses = model.losses  # before counting, which calls the model again
             if k == 0:
-                form = step.form(tree.map_structure(_spec, batch), lambda: self._look(micro_batch, y_pred))  # noqa: B023
-                shares = self._count(form, micro_batches, sizes) if form.is_counted else [None] * len(sizes)
+                spec = step.spec(batch, lambda: self._inspect(micro_batch, y_pred, losses))  # noqa: B023
+                shares = self._count(spec, micro_batches, sizes) if spec.is_counted else [None] * len(sizes)
             of_samples = keras.ops.convert_to_tensor(share(num, size), step.dtype)
-            micro, extra = loss.micro_loss(model, form, micro_batch, y_pred, losses, of_samples, shares[k])
+            micro, extra = loss.micro_loss(model, spec, micro_batch, y_pred, losses, of_samples, shares[k])
             if model.trainable_weights:
                 step.scale(micro).backward()
                 self._add_up()
-            value = value + micro.detach()
-            if extra is not None:
-                added = extra.detach() if added is None else added + extra.detach()
-            kept.append([leaf.detach() for leaf in form.leaves(y_pred)])
-        if not form.needs_outputs:
-            return value, None
-        y_pred = form.rebuild([torch.cat(leaves) for leaves in zip(*kept, strict=True)])
-        if not form.found.is_bound:
-            x, y, sample_weight = batch
-            with torch.no_grad(), loss.losses_of(model, None if added is None else [added]):
-                value = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-        return value, y_pred
+            with torch.no_grad():
+                value, added = value + micro, added + extra
+            kept.append([leaf.detach() for leaf in spec.leaves(y_pred)])
+        y_pred = spec.rebuild([torch.cat(leaves) for leaves in zip(*kept, strict=True)]) if spec.needs_outputs else None
+        with torch.no_grad():
+            return step.loss_of_batch(spec, batch, y_pred, added, value), y_pred
 
-    def _count(self, form: Form, micro_batches: list[Batch], sizes: list[int]) -> Tensor:
-        """What each loss of each micro-batch is multiplied by, where masks or sample weights decide.
+    def _count(self, spec: LossSpec, micro_batches: list[Batch], sizes: list[int]) -> Tensor:
+        """What each term of each micro-batch is multiplied by, where masks or sample weights decide.
 
         Masks come out of the model, so it runs once more, without gradients.
         """
-        model, found = self.step.model, []
+        found = []
         with torch.no_grad():
             for micro_batch, num in zip(micro_batches, sizes, strict=True):
                 copy = map_tensors(Tensor.clone, micro_batch)  # a model may write into its input
                 y_pred = self.step.call(copy[0], training=False)
-                found.append(loss.weights(model, form, copy, y_pred, num, self.step.dtype))
+                found.append(loss.weights(self.step.model, spec, copy, y_pred, num, self.step.dtype))
         weights = torch.stack(found)
         return loss.share(weights, weights.sum(0))
 
-    def _look(self, batch: Batch, y_pred: Any) -> Form:
+    def _inspect(self, *args: Any) -> LossSpec:
         with torch.no_grad():
-            return loss.look(self.step.model, batch, y_pred)
+            return loss.inspect(self.step.model, *args)
 
     def _add_up(self) -> None:
         """After a backward pass: gradients in float16 or bfloat16 go into sums in float32, others add up in place."""
@@ -113,13 +108,13 @@ class TorchStep:
     def peek(self, data: Any) -> tuple[Any, tuple[Any]]:
         return data[0], (data,)
 
-    def try_out(self, batch: Batch, *args: Any) -> Found:
+    def measure(self, batch: Batch, *args: Any) -> Measured:
         model = self.step.model
         modes = [(module, module.training) for module in model.modules()]
         try:
             model.eval()
-            with torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
-                return self.step.trial(tree.map_structure(_as_tensor, batch), _rows)
+            with torch.no_grad(), random_state_kept(model):
+                return self.step.measure(tree.map_structure(_as_tensor, batch), _rows)
         finally:
             for module, training in modes:
                 module.training = training
@@ -130,16 +125,12 @@ def _as_tensor(leaf: Any) -> Any:
     return leaf if leaf is None or isinstance(leaf, Tensor) else keras.ops.convert_to_tensor(leaf)
 
 
-def _own_weights(batch: Batch) -> Batch:
+def _with_own_weights(batch: Batch) -> Batch:
     """With a copy of the sample weights, into which Keras multiplies a mask in place (3.15, on torch alone)."""
     x, y, sample_weight = batch
     return x, y, map_tensors(Tensor.clone, sample_weight)
 
 
-def _rows(batch: Batch, start: int, num: int) -> Any:
+def _rows(tensor: Tensor, start: int, stop: int) -> Tensor:
     """A copy of some rows; a model may write into its input."""
-    return map_tensors(lambda tensor: tensor[start : start + num].clone() if tensor.ndim else tensor, batch)
-
-
-def _spec(leaf: Any) -> Any:
-    return None if leaf is None else (leaf.shape[1:], leaf.dtype)
+    return tensor[start:stop].clone()

@@ -8,18 +8,16 @@ from typing import Any
 import keras
 import numpy as np
 
-from ...core.errors import BigBatchWarning, LossError, OptionError
-from ...core.options import positive
-from ...core.verify.result import Verification, errors_of, judge, total_error_of
-from .. import checks
-from ..accumulate import accumulate
-from ..backends.step import FitStep
+from ..core.errors import BigBatchWarning, LossError, OptionError
+from ..core.options import positive
+from ..core.verify.result import Verification, errors_of, judge, total_error_of
+from . import checks
+from .accumulate import accumulate
+from .backends.step import FitStep
 
 _TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 _ROUNDED = 1e-6
 """In float64 on jax and torch, where Keras 3.15 rounds some losses to float32."""
-
-_Gradient = dict[str, np.ndarray]
 
 
 def verify(
@@ -51,8 +49,8 @@ def verify(
         x: The inputs of one batch, as for `train_on_batch`.
         y: The targets.
         sample_weight: The sample weights, if any.
-        micro_batch_size: The size to cut the batch into, smaller than the batch.
-        tolerance: The largest relative error that counts as exact. It follows from the model's dtype by default: 1e-9
+        micro_batch_size: The number of samples in a micro-batch, smaller than the batch.
+        tolerance: The largest relative error that counts as exact. The default depends on the model's dtype: 1e-9
             in float64 (1e-6 on jax and torch, where Keras rounds some losses to float32), 1e-4 in float32, 2e-2 in
             float16, 1e-1 in bfloat16. A float64 model (`keras.config.set_floatx("float64")`) gives the sharpest
             answer.
@@ -82,7 +80,8 @@ def verify(
             f"verify() compares on one device, and the model has {strategy.num_replicas_in_sync} replicas: "
             "make and compile it outside of the strategy"
         )
-    model._symbolic_build(data_batch=keras.tree.map_structure(_as_tensor, batch))
+    to_tensor = keras.ops.convert_to_tensor
+    model._symbolic_build(data_batch=keras.tree.map_structure(lambda v: None if v is None else to_tensor(v), batch))
     with _restored(model), _without_noise(model) as noisy, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", BigBatchWarning)
         full, again = (_gradient(model, batch, None) for _ in range(2))
@@ -93,12 +92,12 @@ def verify(
     if tolerance is None:
         is_rounded = dtype == "float64" and keras.backend.backend() != "tensorflow"
         tolerance = _ROUNDED if is_rounded else _TOLERANCES[dtype]
-    errors, total_error = errors_of(full, ours), total_error_of(full, ours)
     causes = []
     if noisy:
         causes.append(f"{', '.join(noisy)} draw random numbers, and were switched off for the comparison")
     if dtype != "float64":
         causes.append(f"compared in {dtype}, the dtype of the model, so the gradients agree to rounding in it at best")
+    errors, total_error = errors_of(full, ours), total_error_of(full, ours)
     if not judge(errors, causes, tolerance).is_exact:
         if (random := total_error_of(full, again)) > tolerance:
             causes.append(f"the model draws random numbers: the full batch differs from itself by {random:.1e}")
@@ -107,7 +106,7 @@ def verify(
 
 
 class _Probe(keras.optimizers.Optimizer):
-    """Keeps the gradients that it is given, and leaves the variables alone."""
+    """Keeps the gradients that it is given, and does not change the variables."""
 
     def __init__(self) -> None:
         super().__init__(learning_rate=0.0, name="bigbatch_probe")
@@ -121,16 +120,15 @@ class _Probe(keras.optimizers.Optimizer):
         self.assign_add(self.kept[self._get_variable_index(variable)], gradient)  # of zeros: it may be sparse
 
 
-def _gradient(model: Any, batch: Any, micro_batch_size: int | None) -> _Gradient:
+def _gradient(model: Any, batch: Any, micro_batch_size: int | None) -> dict[str, np.ndarray]:
     """By the name of the variable; of the full batch if there is no size."""
-    seeds = {id(seed.state) for layer in model._flatten_layers() for seed in layer._seed_generators}
-    variables = [v for v in model.non_trainable_variables if id(v) not in seeds]  # or two runs would draw the same
-    with _unchanged(variables):
+    seeds = set(map(id, checks.seeds_of(model)))  # they are not restored, or two runs would draw the same
+    with _unchanged([v for v in model.non_trainable_variables if id(v) not in seeds]):
         model.optimizer = _Probe()
         accumulate(model, micro_batch_size).train_on_batch(*batch)
     paths = [v.path for v in model.trainable_variables]
     names = [path if paths.count(path) == 1 else f"{path} ({i})" for i, path in enumerate(paths)]
-    return {name: _numbers(g).astype("float64") for name, g in zip(names, model.optimizer.kept, strict=True)}
+    return {name: _value_of(g).astype("float64") for name, g in zip(names, model.optimizer.kept, strict=True)}
 
 
 @contextmanager
@@ -151,7 +149,7 @@ def _restored(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _unchanged(variables: list[Any]) -> Iterator[None]:
-    values = [_numbers(v) for v in variables]
+    values = [_value_of(v) for v in variables]
     try:
         yield
     finally:
@@ -177,10 +175,6 @@ def _without_noise(model: Any) -> Iterator[list[str]]:
             setattr(layer, name, value)
 
 
-def _as_tensor(leaf: Any) -> Any:
-    return None if leaf is None else keras.ops.convert_to_tensor(leaf)
-
-
-def _numbers(v: Any) -> np.ndarray:
+def _value_of(v: Any) -> np.ndarray:
     found: np.ndarray = keras.ops.convert_to_numpy(v.value).copy()
     return found

@@ -1,22 +1,21 @@
-"""Tries the loss on a few samples of the first batch, whole and cut, to see how it counts.
+"""Measures how a loss counts, on a few samples of the first batch: whole and cut.
 
-Nothing says what is inside a loss function, a `compute_loss` or an `add_loss`. So before the first step the model
-runs forward on a few samples, and each part of its loss is compared with the weighted sum of its values on cuts:
+bigbatch cannot see what a loss function, a `compute_loss` or an `add_loss` divides by. So before the first step the
+model runs forward on a few samples, and each term of its loss is compared with the weighted sum of its values on cuts:
 
     loss(whole) == sum over cuts of (n_k / N) ** power * loss(cut k)        for a power of 1, 0 or 2
 
 A mean over samples has the power 1, a sum 0, and a mean that is divided by the samples once more 2; a loss may also be
-a mean by the sample weights. The first that fits is used. If nothing fits, a warning says by how much.
+a mean by the sample weights. The first that fits is used. If none fits, a warning gives both numbers.
 
 The model runs with training=False, so dropout and BatchNormalization do not interfere, and in a stateless scope, so
-nothing it assigns is kept. What it adds to the loss is measured with training=True if that makes a difference.
+nothing that it assigns is kept. What it adds to the loss is measured with training=True if that makes a difference.
 """
 
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import keras
@@ -25,10 +24,12 @@ from keras import ops, tree
 from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
-from ...core.errors import BatchError, BigBatchError
-from ...core.weight import counted, share
-from .. import checks, loss
-from ..loss import Batch, Found, Kind, Part
+from ..core.errors import BatchError, BigBatchError
+from ..core.weight import counted, share
+from . import checks, loss
+from .loss import Batch, Kind, Measured, Term
+
+Rows = Callable[[Any, int, int], Any]
 
 _POWERS = (1, 0, 2)
 _MAX_SAMPLES = 32
@@ -36,53 +37,40 @@ _SAME = 1e-6
 """Two values of a loss that is not random are closer than this."""
 
 
-def try_out(
-    model: Any,
-    batch: Batch,
-    micro_batch_size: int,
-    run: Callable[..., Any],
-    cut: Callable[[Batch, int, int], Batch],
-    alone: Callable[[], AbstractContextManager[int]],
-) -> tuple[Found, list[str]]:
-    """How the loss counts, and warnings about the parts that cannot be cut. Never stops training that works without it.
+def measure(
+    model: Any, batch: Batch, micro_batch_size: int, run: Callable[..., Any], rows: Rows
+) -> tuple[Measured, list[str]]:
+    """How the loss counts, and warnings about the terms that cannot be cut. If the model raises, that is a warning too.
 
     Args:
         model: The compiled model.
         batch: The batch to take samples from: 32 at most, and no more than a micro-batch has.
         micro_batch_size: The number of samples in a micro-batch.
         run: `run(x, training=…)` returns the outputs of the model.
-        cut: `cut(batch, start, num)` returns rows of a batch.
-        alone: Inside `alone()`, which gives the number of replicas, there is only one replica.
+        rows: `rows(tensor, start, stop)` returns rows of a tensor.
     """
-    num = min(checks.batch_size(batch), max(2, min(micro_batch_size, _MAX_SAMPLES)))
+    size = checks.batch_size(batch, may_be_empty=True)
+    num = min(size, max(2, min(micro_batch_size, _MAX_SAMPLES)))
     if num < 2:
-        return Found(), []
-    trial = _Trial(model, _spread(batch, num), num, run, cut, alone)
-    found = Found()
+        return Measured(), []
+    measurement = _Measurement(model, _spread(batch, size, num), num, run, rows)
+    measured = Measured()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the step itself warns
-            found = trial.found()
+            measured = measurement.result()
     except BigBatchError:
         raise
     except Exception as error:
-        trial.messages.append(f"the loss could not be tried on {num} samples ({type(error).__name__}: {error})")
-    return found, trial.messages
+        measurement.messages.append(
+            f"the loss could not be measured on {num} samples ({type(error).__name__}: {error}), so it is taken for a "
+            "mean over samples, or for what its reduction says: check with verify() whether it is"
+        )
+    return measured, measurement.messages
 
 
-class _Guess(NamedTuple):
-    """A way in which a loss may count, and the values that this gives."""
-
-    choice: Any
-    whole: float
-    cuts: list[float]
-    """Each times its share."""
-
-    @property
-    def distance(self) -> float:
-        """How far the sum of the cuts is from the whole, relative to the size of what is added up."""
-        scale = max(abs(self.whole), sum(map(abs, self.cuts)))
-        return abs(sum(self.cuts) - self.whole) / scale if scale else 0.0
+_Guess = tuple[Any, float, list[float]]
+"""A way in which a loss may count, the value of the whole, and that of each cut times its share."""
 
 
 class _Forward(NamedTuple):
@@ -94,46 +82,46 @@ class _Forward(NamedTuple):
     num: int
 
 
-class _Trial:
-    """See `try_out`."""
+class _Measurement:
+    """See `measure`. `batch` has `num` samples, or more of which the first are used."""
 
-    def __init__(self, model: Any, batch: Batch, num: int, run: Any, cut: Any, alone: Any) -> None:
+    def __init__(self, model: Any, batch: Batch, num: int, run: Callable[..., Any], rows: Rows) -> None:
         self.model = model
         self.batch = batch
         self.run = run
-        self.cut = cut
-        self.alone = alone
+        self.rows = rows
         ends = sorted({0, max(1, num // 4), 2 * max(1, num // 4), num})  # of several sizes, if there are three
-        self.rows = [(0, num), *itertools.pairwise(ends)]
+        self.cuts = [(0, num), *itertools.pairwise(ends)]
         self.rounding = _rounding(*(layer.compute_dtype for layer in model._flatten_layers()))
         self.messages: list[str] = []
 
-    def found(self) -> Found:
-        """How the loss counts; adds messages about parts that are no mean, no sum and no mean by weights."""
+    def result(self) -> Measured:
+        """How the loss counts; adds messages about terms that are not a mean, a sum or a mean by weights."""
         self.whole, *cuts = self.forwards()
-        if not self.are_outputs_right(cuts):
-            return Found()
+        if not self.are_outputs_independent(cuts):
+            return Measured()
         layer_powers = self.layer_powers(cuts)
         cuts = [*_with_outputs_of(self.whole, cuts)]
         if loss.has_own_loss(self.model):
             return self.own_loss(cuts, layer_powers)
-        return Found(self.kinds(cuts), layer_powers=layer_powers)
+        return Measured(self.kinds(cuts), layer_powers=layer_powers)
 
     def forwards(self, *, training: bool = False) -> list[_Forward]:
         """Of the whole and of each cut."""
-        return [self.forward(*rows, training=training) for rows in self.rows]
+        return [self.forward(*cut, training=training) for cut in self.cuts]
 
     def forward(self, start: int, stop: int, *, training: bool = False) -> _Forward:
-        batch = self.cut(self.batch, start, stop - start)
+        def cut(leaf: Any) -> Any:
+            return self.rows(leaf, start, stop) if _has_rows(leaf) else leaf
+
+        batch = tree.map_structure(cut, self.batch)
         y_pred = self.run(batch[0], training=training)
         return _Forward(batch, y_pred, list(self.model.losses), stop - start)
 
     def again(self, *, training: bool = False) -> _Forward:
-        return self.forward(*self.rows[0], training=training)
+        return self.forward(*self.cuts[0], training=training)
 
-    # --- the parts of a loss ----------------------------------------------------------------------------------
-
-    def are_outputs_right(self, cuts: list[_Forward]) -> bool:
+    def are_outputs_independent(self, cuts: list[_Forward]) -> bool:
         """Whether the outputs for the cuts are those for the whole."""
         again = None
         pieces_of = zip(*(loss.tensors_of(cut.y_pred) for cut in cuts), strict=True)
@@ -162,61 +150,47 @@ class _Trial:
                     return False
         return True
 
+    # --- the terms of a loss ----------------------------------------------------------------------------------
+
     def kinds(self, cuts: list[_Forward]) -> dict[int, Kind]:
-        """Of the losses that compile() was given, if they are not what they seem."""
-        found = {}
-        of_each = [loss.parts(self.model, each.batch, each.y_pred) for each in (self.whole, *cuts)]
-        for i, (part, *parts) in enumerate(zip(*of_each, strict=True)):
-            seems = loss.kind_of(part)
-            seems = seems._replace(is_shared=self.is_shared(part, seems.is_shared))
+        """Of the losses that compile() was given, as far as it can be told."""
+        of_each = [loss.terms(self.model, each.batch, each.y_pred) for each in (self.whole, *cuts)]
+        found = {i: self.kind(whole, parts, cuts) for i, (whole, *parts) in enumerate(zip(*of_each, strict=True))}
+        return {i: kind for i, kind in found.items() if kind is not None}
 
-            def value(part: Part = part, kind: Kind = seems) -> float:
-                return _number(loss.value_of(part, kind))
+    def kind(self, whole: Term, parts: list[Term], cuts: list[_Forward]) -> Kind | None:
+        name, seems, is_opaque = f"the loss {whole.loss.name}", loss.kind_of(whole), loss.is_opaque(whole.loss)
 
-            if _changes_variables(value):
-                self.messages.append(
-                    f"the loss {part.loss.name} changes a variable of its own each time it is called, which is once "
-                    "for each micro-batch here: change it once per step, in a callback (on_train_batch_end)"
-                )
-                continue
-            is_opaque = loss.is_opaque(part.loss)
-            choices = [seems, *(Kind(power, None, seems.is_shared) for power in _POWERS)]
-            if part.sample_weight is not None and is_opaque:
-                choices.append(Kind(1, "weights", seems.is_shared))
-            rounding = _rounding(*(t.dtype for t in loss.tensors_of(part.y_pred)) if is_opaque else [part.loss.dtype])
+        def value(term: Term = whole, kind: Kind = seems) -> float:
+            return _number(loss.value_of(term, kind))
 
-            def guess(kind: Kind) -> _Guess:
-                values = (value(each, kind) for each in parts)  # noqa: B023
-                return _Guess(kind, value(part, kind), [*map(counted, values, _shares_by(kind, parts, cuts))])  # noqa: B023
+        def guess(kind: Kind) -> _Guess:
+            weights = [_number(loss.weigh(part, kind, cut.num)) for part, cut in zip(parts, cuts, strict=True)]
+            shares = [loss.share_of(share(weight, sum(weights)), kind.power) for weight in weights]
+            return kind, value(whole, kind), [*map(counted, (value(part, kind) for part in parts), shares)]
 
-            kind = self.first_that_fits(f"the loss {part.loss.name}", map(guess, choices), value, rounding)
-            if kind is None:
-                continue
-            if kind != loss.kind_of(part):
-                found[i] = kind
-            if kind.power == 1 and loss.is_one_number(part):
-                self.messages.append(
-                    f"the loss {part.loss.name} returns one number for all samples, which is taken to be their mean: "
-                    "return one number for each sample, and Keras takes the mean"
-                )
-        return found
-
-    def is_shared(self, part: Part, seems: bool) -> bool:
-        """Whether the loss is divided by the number of replicas; as it seems, if its value does not show it."""
-
-        def value() -> float:
-            return _number(part.loss(part.y_true, part.y_pred, part.sample_weight))
-
-        with self.alone() as num_replicas:
-            undivided = value()
-        if num_replicas == 1 or not undivided or not math.isfinite(undivided):
-            return seems
-        return abs(value() * num_replicas - undivided) < abs(value() - undivided)
+        if _changes_variables(value):
+            self.messages.append(
+                f"{name} changes a variable of its own each time it is called, which is once for each micro-batch "
+                "here: change it once per step, in a callback (on_train_batch_end)"
+            )
+            return None
+        choices = [seems, *map(Kind, _POWERS)]
+        if whole.sample_weight is not None and is_opaque:
+            choices.append(Kind(counted="weights"))
+        dtypes = [tensor.dtype for tensor in loss.tensors_of(whole.y_pred)] if is_opaque else [whole.loss.dtype]
+        kind: Kind | None = self.first_that_fits(name, map(guess, choices), value, _rounding(*dtypes))
+        if kind is not None and kind.power == 1 and loss.is_one_number(whole):
+            self.messages.append(
+                f"{name} returns one number for all samples, which is taken to be their mean: return one number for "
+                "each sample, and Keras takes the mean"
+            )
+        return kind
 
     def layer_powers(self, cuts: list[_Forward]) -> tuple[int, ...]:
         """Of each of model.losses."""
         whole = self.whole
-        if training := self.is_training_other(whole.losses):
+        if training := self.is_training_different(whole.losses):
             whole, *cuts = self.forwards(training=True)
         if any(len(cut.losses) != len(whole.losses) for cut in cuts):
             return ()
@@ -234,17 +208,17 @@ class _Trial:
             for i, (owner, value) in enumerate(zip(owners, whole.losses, strict=False))
         )
 
-    def is_training_other(self, losses: list[Any]) -> bool:
+    def is_training_different(self, losses: list[Any]) -> bool:
         """Whether training=True changes model.losses, and not by chance.
 
         Not with BatchNormalization, about which the step warns: it would couple the samples here too.
         """
-        if checks.has_batch_norm(self.model):
+        if checks.batch_norms(self.model):
             return False
         trained = self.again(training=True).losses
         return not _is_same(losses, trained) and _is_same(trained, self.again(training=True).losses)
 
-    def own_loss(self, cuts: list[_Forward], layer_powers: tuple[int, ...]) -> Found:
+    def own_loss(self, cuts: list[_Forward], layer_powers: tuple[int, ...]) -> Measured:
         """Of the model's own compute_loss, without the losses that layers add."""
 
         def value(forward: _Forward, called: _Forward | None = None) -> float:
@@ -267,14 +241,14 @@ class _Trial:
 
         whole = value(self.whole)
         power = self.power("compute_loss", whole, [*map(value, cuts)], cuts, lambda: value(self.whole))
-        found = Found({}, power, layer_powers, is_bound())
-        if found.is_bound and (metrics := [metric.name for metric in self.model._metrics]):
+        measured = Measured({}, power, layer_powers, is_bound())
+        if measured.is_bound and (metrics := [metric.name for metric in self.model._metrics]):
             stay = "stays as it is" if len(metrics) == 1 else "stay as they are"
             self.messages.append(
                 "compute_loss uses what call() left on the model, which is of one micro-batch, so the metric "
                 f"{', '.join(metrics)} {stay}: return it from call() as an output"
             )
-        return found
+        return measured
 
     # --- what fits --------------------------------------------------------------------------------------------
 
@@ -283,24 +257,24 @@ class _Trial:
     ) -> int:
         """Of a loss that is a mean or a sum over samples; 1 if it is neither."""
         shares = [share(cut.num, self.whole.num) for cut in cuts]
-        guesses = (_Guess(p, whole, [counted(v, s**p) for v, s in zip(values, shares, strict=True)]) for p in _POWERS)
+        guesses = ((p, whole, [counted(v, s**p) for v, s in zip(values, shares, strict=True)]) for p in _POWERS)
         found = self.first_that_fits(name, guesses, again, self.rounding)
         return 1 if found is None else int(found)
 
     def first_that_fits(self, name: str, guesses: Iterable[_Guess], again: Callable[[], float], rounding: float) -> Any:
         """The first choice whose shares make the cuts add up to the whole; None, and a message, if there is none.
 
-        It is also the first if nothing can be said: the loss is random (`again()` is another value), or not finite.
+        Also the first if nothing can be said: the loss is random (`again()` is another value), or not finite.
         """
         tried: list[_Guess] = []
-        for guess in guesses:
-            tried.append(guess)
-            if guess.distance <= rounding:
-                return guess.choice
+        for choice, whole, cuts in guesses:
+            tried.append((choice, whole, cuts))
+            if _distance(whole, cuts) <= rounding:
+                return choice
         choice, whole, cuts = tried[0]
         if not math.isfinite(whole) or abs(again() - whole) > _SAME * abs(whole):
             return choice
-        off = f" (off by {tried[0].distance:.1e})" if math.isfinite(sum(cuts)) else ""
+        off = f" (off by {_distance(whole, cuts):.1e})" if math.isfinite(sum(cuts)) else ""
         self.messages.append(
             f"{name} is neither a mean nor a sum over samples: on {self.whole.num} samples it is {whole:.6g}, "
             f"and {sum(cuts):.6g} when they are cut{off}, so steps in micro-batches are "
@@ -309,45 +283,30 @@ class _Trial:
         return None
 
 
-def _shares_by(kind: Kind, parts: Sequence[Part], cuts: Sequence[_Forward]) -> list[float]:
-    """The shares of the cuts, if the loss counts like this."""
-    if not kind.counted:
-        total = sum(cut.num for cut in cuts)
-        return [loss.share_of(share(cut.num, total), kind.power) for cut in cuts]
-    weights = [_number(loss.weigh(part, kind, cut.num)) for part, cut in zip(parts, cuts, strict=True)]
-    return [share(weight, sum(weights)) for weight in weights]
-
-
 def _with_outputs_of(whole: _Forward, cuts: list[_Forward]) -> Iterable[_Forward]:
     """The cuts with the outputs that they have in the whole, so that what is random in the model does not matter."""
     tensors = loss.tensors_of(whole.y_pred)
     starts = [0] * len(tensors)
     for cut in cuts:
         stops = [start + like.shape[0] for start, like in zip(starts, loss.tensors_of(cut.y_pred), strict=True)]
-        pieces = map(_rows, tensors, starts, stops)
+        pieces = map(_masked_rows, tensors, starts, stops)
         yield cut._replace(y_pred=loss.map_tensors(lambda _: next(pieces), whole.y_pred))  # noqa: B023
         starts = stops
 
 
-def _rows(tensor: Any, start: int, stop: int) -> Any:
+def _masked_rows(tensor: Any, start: int, stop: int) -> Any:
     piece = tensor[start:stop]
     if (mask := get_keras_mask(tensor)) is not None:
         set_keras_mask(piece, mask[start:stop])
     return piece
 
 
-def _spread(batch: Batch, num: int) -> Batch:
-    """So many samples from all over the batch, since the first may be all alike; not if it is ragged or sparse."""
-    size = checks.batch_size(batch)
-    leaves = [leaf for leaf in tree.flatten(batch) if leaf is not None and len(leaf.shape)]
-    if any(_is_ragged(leaf) or hasattr(leaf, "dense_shape") for leaf in leaves):
+def _spread(batch: Batch, size: int, num: int) -> Batch:
+    """`num` samples from all over the batch, since the first may be all alike; not if it is ragged or sparse."""
+    if any(_is_ragged(leaf) or hasattr(leaf, "dense_shape") for leaf in filter(_has_rows, tree.flatten(batch))):
         return batch
     places = [k * size // num for k in range(num)]
-
-    def picked(leaf: Any) -> Any:
-        return leaf if leaf is None or not len(leaf.shape) else ops.take(leaf, places, axis=0)
-
-    return tree.map_structure(picked, batch)
+    return tree.map_structure(lambda leaf: ops.take(leaf, places, axis=0) if _has_rows(leaf) else leaf, batch)
 
 
 def _changes_variables(evaluate: Callable[[], Any]) -> bool:
@@ -367,8 +326,18 @@ def _is_same(left: list[Any], right: list[Any]) -> bool:
     return len(left) == len(right) and all(math.isclose(*pair, rel_tol=_SAME) for pair in pairs)
 
 
+def _has_rows(leaf: Any) -> bool:
+    return leaf is not None and len(leaf.shape) > 0
+
+
 def _is_ragged(tensor: Any) -> bool:
     return any(num is None for num in tensor.shape)
+
+
+def _distance(whole: float, cuts: list[float]) -> float:
+    """How far the sum of the cuts is from the whole, relative to the size of what is added up."""
+    scale = max(abs(whole), sum(map(abs, cuts)))
+    return abs(sum(cuts) - whole) / scale if scale else 0.0
 
 
 def _relative_distance(a: Any, b: Any) -> float:

@@ -204,7 +204,10 @@ ON_ALL = (
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ON_ALL or BACKEND == "tensorflow" else pytest.param(name, marks=pytest.mark.slow)
+        pytest.param(
+            name,
+            marks=pytest.mark.compiled if name in ON_ALL else [] if BACKEND == "tensorflow" else pytest.mark.slow,
+        )
         for name in EXACT
     ],
 )
@@ -411,6 +414,7 @@ if BACKEND == "tensorflow":
             found = tf.py_function(lambda x, kernel: x @ kernel, [x, self.kernel.value], x.dtype)
             return self.inner(tf.ensure_shape(found, (None, 6)))
 
+    @pytest.mark.compiled
     @pytest.mark.usefixtures("float64")
     def test_a_model_that_runs_python() -> None:
         ours, plain = (fit(lambda: InPython(mlp()), (X, TARGET), size, loss="mse") for size in (MICRO, None))
@@ -625,6 +629,7 @@ if BACKEND == "tensorflow":
         pair = [fit(mlp, (X, TARGET), size, loss=loss(), **options) for size in (MICRO, None)]
         assert is_exact(*pair)
 
+    @pytest.mark.compiled
     def test_text_vectorization() -> None:
         import tensorflow as tf
 
@@ -644,6 +649,7 @@ if BACKEND == "tensorflow":
         assert "the outputs of 4 samples change by" in told[0]
         assert "pad sequences to a fixed length" in told[0]
 
+    @pytest.mark.compiled
     def test_the_step_is_traced_once() -> None:
         calls = []
 
