@@ -132,7 +132,7 @@ def _kind_of(optimizer: Any) -> str:
     if "tf_keras" in names:
         return "tf_keras"
     raise OptionError(
-        f"{module}.{type(optimizer).__name__} is not a known kind of optimizer: "
+        f"{module}.{type(optimizer).__name__} is no optimizer that bigbatch knows: "
         "pass one of keras, tf_keras or tf.compat.v1.train"
     )
 
