@@ -251,7 +251,7 @@ tensorflow: a loss divides by the real number of replicas | tensorflow/distribut
 tensorflow: a sum divided by hand passes for a mean | tensorflow/distributed/is_mean.py | test-tensorflow
 - if last == 3 * first > 0:
 + if last == 3 * first < 0:
-jax: an array that should be cut goes whole | jax/verify/uncut.py | test-jax
+jax: an array that should be cut goes whole | jax/uncut.py | test-jax
 -         raise error from reason
 +         return
 verify: a mean of some groups is taken for one of all | core/verify/diagnosis.py | test-torch

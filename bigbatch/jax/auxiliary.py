@@ -9,7 +9,7 @@ from jax.tree_util import keystr
 
 from ..core.errors import OptionError
 from ..core.options import check_choice
-from .batch import is_typed_key
+from .arguments import is_typed_key
 
 _WAYS = ("auto", "concatenate", "sum", "mean")
 

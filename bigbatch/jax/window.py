@@ -10,14 +10,15 @@ from jax import lax
 
 from ..core.errors import LossError
 from ..core.weight import Reduction, as_terms, check_terms, choose, counted, is_number, share, shares
+from .arguments import ArgumentLayout, Arrays, num_rows
 from .auxiliary import AuxSpec
-from .batch import Arrays, Form, checked_weight, num_rows
-from .distributed import Axes, Shard, add_up, vary
+from .checks import checked_weight
+from .distributed import Axes, Shard, add_up, mark_varying
 from .internals import varying
 from .keys import Rng, for_micro_batch
 from .loop import Cut
-from .verify.time_major import warn_if_recurrent
-from .verify.uncut import check_uncut
+from .time_major import warn_if_recurrent
+from .uncut import check_uncut
 
 Loss = Callable[..., Any]
 
@@ -70,14 +71,14 @@ class WindowTrace:
 
     Args:
         spec: The options.
-        form: The arguments of the loss, without their arrays.
+        layout: The arguments of the loss, without their arrays.
         arrays: The arrays among the arguments.
         axes: The axes of the mesh over which devices share the batch, if this is inside of a `shard_map`.
     """
 
-    def __init__(self, spec: Spec, form: Form, arrays: Arrays, axes: Axes = ()) -> None:
+    def __init__(self, spec: Spec, layout: ArgumentLayout, arrays: Arrays, axes: Axes = ()) -> None:
         self.spec = spec
-        self.form = form
+        self.layout = layout
         self.arrays = arrays
         self.axes = axes
         num_samples = num_rows(arrays)
@@ -94,7 +95,7 @@ class WindowTrace:
             shards: Which part of each parameter, and so of its gradient, this device keeps.
         """
         shards = shards or [Shard.inside(leaf, self.axes) for leaf in jax.tree.leaves(parameters)]
-        parameters = vary(parameters, self.axes)
+        parameters = mark_varying(parameters, self.axes)
         self.inspect(parameters)
         totals = self._totals()
 
@@ -123,7 +124,7 @@ class WindowTrace:
         is_cut = self.cut.size < self._num_samples
         if is_cut:
             for num in {self.cut.num_samples, self._num_samples}:
-                check_uncut(self.form, self.arrays, num, trace)
+                check_uncut(self.layout, self.arrays, num, trace)
         self._terms_like, self._aux_like = jax.eval_shape(self.loss, parameters, micro_batch)
         if is_cut:
             warn_if_recurrent(lambda size: trace(size).jaxpr.jaxpr, self.cut.size)
@@ -165,7 +166,7 @@ class WindowTrace:
             weights = self.weights(self.micro_batch(number, size))
             return tuple(_plus(t, jnp.asarray(w, self._dtype)) for t, w in zip(totals, weights, strict=True)), []
 
-        zeros = (vary(jnp.zeros((), self._dtype), self._weights_vary),) * self.num_terms
+        zeros = (mark_varying(jnp.zeros((), self._dtype), self._weights_vary),) * self.num_terms
         totals, _ = self.cut.loop(body, zeros)
         return add_up(totals, self.axes)
 
@@ -175,7 +176,7 @@ class WindowTrace:
             return jnp.zeros_like(parameter, jnp.promote_types(parameter.dtype, dtype))
 
         def zeros(leaf: Any, dtype: Any) -> Any:
-            return vary(jnp.zeros(leaf.shape, dtype), self._weights_vary | varying(leaf))
+            return mark_varying(jnp.zeros(leaf.shape, dtype), self._weights_vary | varying(leaf))
 
         def aux_dtype(leaf: Any, way: str) -> Any:
             if _is_exact(leaf):
@@ -185,7 +186,7 @@ class WindowTrace:
         return _Sums(
             [like(p) for p in jax.tree.leaves(parameters)],
             [zeros(term, self._dtype) for term in self._terms_like],
-            vary(jnp.zeros((), self._dtype), self._weights_vary),
+            mark_varying(jnp.zeros((), self._dtype), self._weights_vary),
             [zeros(leaf, aux_dtype(leaf, way)) for leaf, way in self.combine.added(self._aux_like)],
         )
 
@@ -199,7 +200,7 @@ class WindowTrace:
 
     def loss(self, parameters: Any, micro_batch: Arrays) -> tuple[tuple[Any, ...], Any]:
         """The terms of the loss, and aux."""
-        args, kwargs = self.form.bind(micro_batch, parameters)
+        args, kwargs = self.layout.bind(micro_batch, parameters)
         found = self.spec.loss(*args, **kwargs)
         try:
             found = jax.tree.map(jnp.asarray, found)
@@ -215,7 +216,7 @@ class WindowTrace:
         """How much this micro-batch counts, for each term: its samples, or what the user's `weight` returns."""
         if self.spec.weight is None:
             return (num_rows(micro_batch),) * self.num_terms
-        found = as_terms(self.spec.weight(*self.form.batch(micro_batch)))
+        found = as_terms(self.spec.weight(*self.layout.batch(micro_batch)))
         check_terms(self.num_terms, len(found))
         return tuple(checked_weight(w, self._dtype) for w in found)
 
@@ -300,7 +301,7 @@ def _counted(value: Any, by: Any, dtype: Any) -> Any:
 
 
 def _plus(sums: Any, added: Any) -> Any:
-    return sums + vary(added, varying(sums))
+    return sums + mark_varying(added, varying(sums))
 
 
 def _is_exact(leaf: Any) -> bool:

@@ -12,12 +12,12 @@ from ...core.errors import LossError
 from ...core.verify.result import total_error_of
 from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
 from ...core.window import cuts
-from ..batch import Arrays, Form, num_rows
-from ..gradients import check_gradients, parameter_name
+from ..arguments import ArgumentLayout, Arrays, num_rows
+from ..checks import check_gradients, parameter_name
 from ..internals import calls, dropout_off
 from ..keys import for_micro_batch, for_samples
+from ..uncut import cut_too, names_of_uncut
 from ..window import Spec, WindowTrace
-from .uncut import cut_too, names_of_uncut
 
 _DRAWING = ("random_bits", "threefry2x32", "rng_bit_generator")
 
@@ -25,15 +25,15 @@ _DRAWING = ("random_bits", "threefry2x32", "rng_bit_generator")
 class Trial:
     """The `Trial` of core/verify for JAX. Dropout is switched off for the comparison, and a note says so."""
 
-    def __init__(self, spec: Spec, form: Form, parameters: Any, arrays: Arrays) -> None:
+    def __init__(self, spec: Spec, layout: ArgumentLayout, parameters: Any, arrays: Arrays) -> None:
         if spec.rng == "per_sample":
-            form, arrays = for_samples(form, arrays, ())
+            layout, arrays = for_samples(layout, arrays, ())
         self.reduction = spec.reduction
         self.parameters = parameters
         self.arrays = arrays
-        self.window = WindowTrace(spec, form, arrays)
+        self.window = WindowTrace(spec, layout, arrays)
         self.micro_batches = self._cut(self.window)
-        numbered = WindowTrace(spec, form, arrays._replace(rows=[jnp.arange(num_rows(arrays))]))
+        numbered = WindowTrace(spec, layout, arrays._replace(rows=[jnp.arange(num_rows(arrays))]))
         self.parts = [micro_batch.rows[0].tolist() for micro_batch in _micro_batches(numbered)]
         dtypes = [self.window.terms_dtype, *(leaf.dtype for leaf in jax.tree.leaves(parameters))]
         self.epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
@@ -100,7 +100,7 @@ class Trial:
 
         def once() -> Gradient:  # on copies, since a loop may pop from a dict, or donate its arguments
             parameters, micro_batches = jax.tree.map(jnp.array, (self.parameters, picked))
-            batches = [self.window.form.batch(micro_batch) for micro_batch in micro_batches]
+            batches = [self.window.layout.batch(micro_batch) for micro_batch in micro_batches]
             found = loop(parameters, [batch[0] if len(batch) == 1 else batch for batch in batches])
             remedy = "return the gradient of the window with respect to the parameters, in their form"
             check_gradients(found, self.parameters, "step returned", remedy)
@@ -154,10 +154,10 @@ class Trial:
     def _cut_too(self) -> tuple[Gradient | None, str]:
         """The gradient if arrays that are passed whole, with as many rows as the batch, are cut too; and the cause."""
         num = num_rows(self.arrays)
-        if not (names := names_of_uncut(self.window.form, self.arrays, num)):
+        if not (names := names_of_uncut(self.window.layout, self.arrays, num)):
             return None, ""
-        form, arrays = cut_too(self.window.form, self.arrays, num)
-        window = WindowTrace(self.window.spec, form, arrays)
+        layout, arrays = cut_too(self.window.layout, self.arrays, num)
+        window = WindowTrace(self.window.spec, layout, arrays)
         cause = f"{names[0]} goes whole to every micro-batch, but is part of the batch: pass it by position"
         try:
             return self._mix(window, self._cut(window)), cause
