@@ -155,8 +155,8 @@ tensorflow: the optimizer adds the reduced gradient up again | tensorflow/intern
 - optimizer._all_reduce_sum_gradients = list
 + optimizer._all_reduce_sum_gradients = optimizer._all_reduce_sum_gradients
 jax: the tail counts as much as a full micro-batch | jax/window.py | test-jax
-- weight = share(weights[0], self._reference)
-+ weight = share(weights[0], self._reference) if self.spec.weight else 1
+- weight = share(weights[0], self._weight_unit)
++ weight = share(weights[0], self._weight_unit) if self.spec.weight else 1
 jax: gradients add up in the dtype of the parameter | jax/window.py | test-jax
 - dtype = self.spec.accumulate_dtype or jnp.promote_types(parameter.dtype, jnp.float32)
 + dtype = self.spec.accumulate_dtype or parameter.dtype

@@ -17,7 +17,7 @@ from ..checks import check_gradients, parameter_name
 from ..internals import calls, dropout_off
 from ..keys import for_micro_batch, for_samples
 from ..uncut import cut_too, names_of_uncut
-from ..window import Spec, WindowTrace
+from ..window import LossShape, Spec, WindowTrace
 
 _DRAWING = ("random_bits", "threefry2x32", "rng_bit_generator")
 
@@ -32,10 +32,11 @@ class Trial:
         self.parameters = parameters
         self.arrays = arrays
         self.window = WindowTrace(spec, layout, arrays)
-        self.micro_batches = self._cut(self.window)
+        self.shape = self.window.loss_shape((parameters,))
+        self.micro_batches = _micro_batches(self.window)
         numbered = WindowTrace(spec, layout, arrays._replace(rows=[jnp.arange(num_rows(arrays))]))
         self.parts = [micro_batch.rows[0].tolist() for micro_batch in _micro_batches(numbered)]
-        dtypes = [self.window.terms_dtype, *(leaf.dtype for leaf in jax.tree.leaves(parameters))]
+        dtypes = [self.shape.terms_dtype, *(leaf.dtype for leaf in jax.tree.leaves(parameters))]
         self.epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         self._compiled: dict[int | None, Any] = {}
         self.has_dropout = False
@@ -45,10 +46,6 @@ class Trial:
             self.is_random = self._draws()
             self.has_dropout = not self.is_random
 
-    def _cut(self, window: WindowTrace) -> list[Arrays]:
-        window.inspect((self.parameters,))
-        return _micro_batches(window)
-
     def _draws(self) -> bool:
         """Whether another key gives another gradient."""
         other = self.arrays._replace(keys=for_micro_batch(self.arrays.keys, "per_micro_batch", 1, ()))
@@ -56,7 +53,7 @@ class Trial:
         return any(not np.array_equal(a, b, equal_nan=True) for a, b in found)
 
     def full(self) -> Gradient:
-        found = self._mix(self.window, self.micro_batches) if self.is_random else self._of(self.arrays)
+        found = self._mix(self.window, self.micro_batches, self.shape) if self.is_random else self._of(self.arrays)
         if not any(map(np.any, found.values())):
             raise LossError(
                 "the gradient of the whole batch is zero everywhere, so nothing can be compared: use the parameters "
@@ -64,9 +61,9 @@ class Trial:
             )
         return found
 
-    def _mix(self, window: WindowTrace, micro_batches: list[Arrays]) -> Gradient:
+    def _mix(self, window: WindowTrace, micro_batches: list[Arrays], shape: LossShape) -> Gradient:
         """The gradient of the weighted mean of the losses of these micro-batches, as one function."""
-        right = self._scales(window, micro_batches)
+        right = self._scales(window, micro_batches, shape)
 
         def loss(parameters: Any) -> Any:
             return sum(
@@ -80,7 +77,7 @@ class Trial:
 
     def accumulated(self) -> Gradient:
         with self._settled():
-            found = jax.jit(self.window.result)((self.parameters,)).gradient
+            found = jax.jit(lambda parameters: self.window.result(parameters, self.shape).gradient)((self.parameters,))
         return self._named(jax.tree.unflatten(jax.tree.structure(self.parameters), found))
 
     def of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
@@ -109,10 +106,10 @@ class Trial:
         return once(), once()
 
     def right_scales(self) -> Array:
-        return self._scales(self.window, self.micro_batches)
+        return self._scales(self.window, self.micro_batches, self.shape)
 
-    def _scales(self, window: WindowTrace, micro_batches: list[Arrays]) -> Array:
-        weights = [tuple(map(float, window.weights(micro_batch))) for micro_batch in micro_batches]
+    def _scales(self, window: WindowTrace, micro_batches: list[Arrays], shape: LossShape) -> Array:
+        weights = [tuple(map(float, window.weights(micro_batch, shape))) for micro_batch in micro_batches]
         return scales_of(weights, self.reduction)
 
     def notes(self) -> list[str]:
@@ -160,7 +157,8 @@ class Trial:
         window = WindowTrace(self.window.spec, layout, arrays)
         cause = f"{names[0]} goes whole to every micro-batch, but is part of the batch: pass it by position"
         try:
-            return self._mix(window, self._cut(window)), cause
+            shape = window.loss_shape((self.parameters,))
+            return self._mix(window, _micro_batches(window), shape), cause
         except Exception:  # the loss does not run when cut like this
             return None, ""
 
