@@ -25,7 +25,7 @@ class TensorFlowEngine(Engine):
 
     def __init__(self, task: Task, config: Config) -> None:
         self.task = task
-        self.device = device_of(config.device)
+        self.device = _device_of(config.device)
         keras.utils.set_random_seed(config.seed)
         randomness.seed_keras(config.seed)
         tf.random.set_global_generator(tf.random.Generator.from_seed(config.seed))  # else its seed is another each time
@@ -87,7 +87,7 @@ class TensorFlowEngine(Engine):
             return verify(self.model, batch, self.task.loss, self.micro_batch_size, weight=self.task.weight)
 
 
-def device_of(name: str | None) -> str:
+def _device_of(name: str | None) -> str:
     names = {device.device_type: device.name for device in tf.config.list_logical_devices()}
     if name is None:
         return names.get("GPU", names["CPU"]).replace("/device:", "/")
