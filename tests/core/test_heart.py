@@ -11,13 +11,12 @@ from tests import house
 from tests.house import divisions, places_that_divide
 
 HEART = "core/weight.py"
-UNFINISHED = ("cli/engines/jax.py",)  # their copies are being removed
 
 # --- one division --------------------------------------------------------------------------------------------
 
 
 def copies_of_the_heart():
-    return [place for place in places_that_divide() if not place.startswith((HEART, *UNFINISHED))]
+    return [place for place in places_that_divide() if not place.startswith(HEART)]
 
 
 def test_only_the_heart_divides_by_a_total_weight() -> None:

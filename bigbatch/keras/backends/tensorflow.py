@@ -23,7 +23,7 @@ from .. import checks, loss
 from ..loss import Batch, LossSpec, Measured
 from .step import FitStep
 
-Body = Callable[[Any, Any], tuple[Any, list[Any]]]
+_Body = Callable[[Any, Any], tuple[Any, list[Any]]]
 
 _OTHER_ROWS = (
     "an array of x, y or sample_weight has another number of samples than the first of x: all arrays of a batch share "
@@ -133,7 +133,7 @@ class BackendStep:
         (total,) = _add_up([total])
         return loss.share(weights, total)
 
-    def _loop(self, body: Body, carry: Any, batch: Any, outputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def _loop(self, body: _Body, carry: Any, batch: Any, outputs: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Runs `body(micro_batch, carry) -> carry, tensors` for each micro-batch, and joins the tensors.
 
         XLA needs to know all sizes beforehand, so there the shorter last micro-batch comes after the loop.
