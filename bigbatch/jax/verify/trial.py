@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.errors import LossError
+from ...core.verify import trial
 from ...core.verify.result import total_error_of
 from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
 from ...core.window import cuts
@@ -22,8 +23,10 @@ from ..window import LossShape, Spec, WindowTrace
 _DRAWING = ("random_bits", "threefry2x32", "rng_bit_generator")
 
 
-class Trial:
-    """The `Trial` of core/verify for JAX. Dropout is switched off for the comparison, and a note says so."""
+class Trial(trial.Trial):
+    """Dropout is switched off for the comparison, and a note says so."""
+
+    is_random = False
 
     def __init__(self, spec: Spec, layout: ArgumentLayout, parameters: Any, arrays: Arrays) -> None:
         if spec.rng == "per_sample":
@@ -189,13 +192,6 @@ class Trial:
     def _draws_inside(self) -> bool:
         loss = jax.make_jaxpr(lambda parameters: self.window.loss((parameters,), self.arrays)[0])
         return calls(loss(self.parameters).jaxpr, _DRAWING)
-
-    def layer_causes(self) -> list[str]:
-        return []
-
-    blind_spots = carried_over = layer_causes
-    quiet = without_dropout = without_hooks = nullcontext
-    has_hooks = False
 
     def _of(self, arrays: Arrays, scale: float = 1.0) -> Gradient:
         return self._gradient_of(lambda parameters: scale * sum(self.window.loss((parameters,), arrays)[0]))

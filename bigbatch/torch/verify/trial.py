@@ -1,7 +1,7 @@
 """A copy of the user's model, a batch, and the ways to take its gradient."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -48,7 +48,7 @@ class Trial:
         self.reduction: Reduction = reduction
         self.batch_size = nest.batch_size(batch)
         nest.cut(batch, micro_batch_size)  # raises BatchError if it cannot be cut
-        self.parts = [range(part.start, part.stop) for part in cuts(self.batch_size, micro_batch_size)]
+        self.parts: Sequence[Rows] = [range(part.start, part.stop) for part in cuts(self.batch_size, micro_batch_size)]
         self.parameters = list(model.parameters())
         self.epsilon = max(torch.finfo(p.dtype).eps for p in self.parameters)
         self._is_training = is_training
