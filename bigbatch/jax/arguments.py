@@ -178,7 +178,7 @@ def _is_named_key(path: Any) -> bool:
 
 
 def _non_negative(name: str, numbers: tuple[int, ...], num_arguments: int) -> tuple[int, ...]:
-    """The same numbers, those from the end counted from the start; raises OptionError if an argument is missing."""
+    """The numbers of arguments, all counted from the start; raises OptionError if there is no such argument."""
     for number in numbers:
         if not -num_arguments <= number < num_arguments:
             raise OptionError(

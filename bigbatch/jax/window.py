@@ -298,8 +298,8 @@ class WindowTrace:
             found = []
             for k, factor in enumerate(factors):
                 alone = tuple(factor if term == k else 0 for term in range(shape.num_terms))
-                gradient, _ = gradient_of(parameters, alone)
-                found.append(jax.tree.map(lambda g, factor=factor: jnp.where(factor == 0, 0, g), gradient))
+                own, _ = gradient_of(parameters, alone)
+                found.append(jax.tree.map(lambda g, factor=factor: jnp.where(factor == 0, 0, g), own))
             return jax.tree.map(lambda *gradients: sum(gradients), *found)
 
         has_zero = jnp.any(jnp.stack([factor == 0 for factor in factors]))
