@@ -61,11 +61,14 @@ core: the loss of an epoch weights sums instead of means | core/history.py | tes
 - term * (1 if step.reduction == "sum" else weight)
 + term * (1 if step.reduction != "sum" else weight)
 core: the tail of a batch is dropped | core/window.py | test-core
-- for start in range(0, batch_size, micro_batch_size)]
-+ for start in range(0, batch_size - micro_batch_size + 1, micro_batch_size)]
+- stops = [*range(micro_batch_size, batch_size, micro_batch_size), batch_size]
++ stops = [*range(micro_batch_size, batch_size + 1, micro_batch_size)]
 core: samples that do not divide evenly among ranks are dropped | core/window.py | test-core test-cli
 - ends = [-(-batch_size * rank // num_ranks) for rank in range(num_ranks + 1)]
 + ends = [batch_size // num_ranks * rank for rank in range(num_ranks + 1)]
+torch: verify cuts where step does not | torch/verify/trial.py | test-torch
+- avoid_single_sample=bool(batch_norms(model)))
++ avoid_single_sample=False)
 torch: every micro-batch has the weight of the first | torch/accumulator.py | test-torch
 - weight = passes[number][1]
 + weight = passes[0][1]

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..core.batch import shared_size
 from ..core.errors import BatchError
-from ..core.window import Window, check_lists, rank_slices
+from ..core.window import Window, check_lists, cuts, rank_slices
 
 _MIN_SAMPLES = 3
 """A list of fewer tensors of one shape is not taken for a list of samples: two are an input and its target."""
@@ -181,7 +181,7 @@ def _refuse_arrays(batch: Any, name: str, size: int) -> None:
             )
 
 
-def cut(batch: Any, micro_batch_size: int, *, is_one_too_few: bool = False) -> tuple[list[Any], list[int]]:
+def cut(batch: Any, micro_batch_size: int, *, avoid_single_sample: bool = False) -> tuple[list[Any], list[int]]:
     """The micro-batches, views of the batch where torch can make them, and their sizes.
 
         micro_batches = [batch[k : k + micro_batch_size] for k in range(0, len(batch), micro_batch_size)]
@@ -189,16 +189,13 @@ def cut(batch: Any, micro_batch_size: int, *, is_one_too_few: bool = False) -> t
     Args:
         batch: A nest of tensors.
         micro_batch_size: The size of all micro-batches but the last, which has the rest.
-        is_one_too_few: Whether to avoid a micro-batch of one sample, from which BatchNorm has no statistics: the last
-            two are then one sample shorter and one longer.
+        avoid_single_sample: Whether the last one may not have one sample alone; see `core.window.cuts`.
     """
     size = batch_size(batch)
     if micro_batch_size == 1:
         check_lists(batch, size)
-    num_full, rest = divmod(size, micro_batch_size)
-    sizes = [micro_batch_size] * num_full + [rest] * (rest > 0)
-    if is_one_too_few and rest == 1 and num_full and micro_batch_size > 2:
-        sizes[-2:] = [micro_batch_size - 1, 2]
+    parts = cuts(size, micro_batch_size, avoid_single_sample=avoid_single_sample)
+    sizes = [part.stop - part.start for part in parts]
     rows = list(zip(*[_pieces(tensor, sizes) for tensor in tensors(batch)], strict=True))
     if is_row(batch):
         return rows, sizes

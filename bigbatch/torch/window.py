@@ -79,7 +79,7 @@ class Cut:
         if is_cut:
             if micro_batch_size is None:
                 raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
-            micro_batches, sizes = cut(batch, micro_batch_size, is_one_too_few=has_norms)
+            micro_batches, sizes = cut(batch, micro_batch_size, avoid_single_sample=has_norms)
         elif not batch:
             raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
         else:
