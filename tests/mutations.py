@@ -112,15 +112,15 @@ ranks: the world size is 1 | torch/distributed/ranks.py | test-ranks
 + self.divisor = 1.0
 ranks: the total weight is not reduced | torch/distributed/totals.py | test-ranks
 - tuple(int(t) if t.is_integer() else t for t in rest[:num]),
-+ tuple(int(t) if t.is_integer() else t for t in map(float, share.total or rest[:num])),
++ tuple(int(t) if t.is_integer() else t for t in map(float, own.total or rest[:num])),
 ranks: the gradient of a fed window is not reduced | torch/accumulator.py | test-ranks
 - if self._ranks.is_shared:
--                 is_whole = self.reduction
+-                 has_all_terms = self.reduction
 + if self._ranks.is_sharded:
-+                 is_whole = self.reduction
++                 has_all_terms = self.reduction
 ranks: each rank clips its own gradient before the reduction | torch/accumulator.py | test-ranks
-- self._reduce(buffer, all_ranks, is_whole=is_whole)
-+ sums.clip(1e3, self.clip_norm, None); self._reduce(buffer, all_ranks, is_whole=is_whole)
+- self._reduce(buffer, all_ranks, has_all_terms=has_all_terms)
++ sums.clip(1e3, self.clip_norm, None); self._reduce(buffer, all_ranks, has_all_terms=has_all_terms)
 ranks: the loss is that of one rank | torch/distributed/ranks.py | test-ranks
 - work = dist.all_reduce(sums, group=self.group, async_op=True)
 + work = dist.all_reduce(sums.clone(), group=self.group, async_op=True)

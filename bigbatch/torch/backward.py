@@ -62,7 +62,7 @@ class Backward:
             loss = self._time_axis.watched(loss)
         terms = self.forward(loss, micro_batch)
         is_any_low = self._check(terms, weight)
-        scaled = self.scaled(shares[weight])
+        scaled = self.times_divisor(shares[weight])
         values = _values_of(terms)
         if not is_any_low:
             buffer.add(*self.counted(terms, scaled))
@@ -93,8 +93,8 @@ class Backward:
         window.add(weight, values)
         micro.is_fed = True
 
-    def add_nothing(self, loss: Loss, buffer: GradientBuffer) -> None:
-        """Runs the model because ranks that have more micro-batches do; the result counts zero."""
+    def run_spare(self, loss: Loss, buffer: GradientBuffer) -> None:
+        """Runs a spare micro-batch that counts zero, because ranks that have more micro-batches run the model."""
         with self._ranks.buffers_kept():
             spare = map_tensors(Tensor.clone, self._ranks.spare)  # a loss may write into it
             terms = self.forward(loss, spare if self._transfer is None else self._transfer.brought(spare))
@@ -108,8 +108,8 @@ class Backward:
             self._ranks.check_loss_dtype(is_low=is_any_low)
         return is_any_low
 
-    def scaled(self, shares: Terms) -> Terms:
-        """Shares times what ranks divide gradients by when they reduce them."""
+    def times_divisor(self, shares: Terms) -> Terms:
+        """Shares times the divisor of the ranks: they divide gradients by it when they reduce them."""
         divisor = self._ranks.divisor
         return shares if divisor == 1 else tuple(share * divisor for share in shares)
 

@@ -207,7 +207,7 @@ def detached(batch: Any) -> Any:
     return map_tensors(Tensor.detach, batch)
 
 
-def share(batch: Any, rank: int, num_ranks: int) -> Any:
+def part_of_rank(batch: Any, rank: int, num_ranks: int) -> Any:
     """One rank's part of a batch that all ranks have; None if it has no sample."""
     part = rank_slices(batch_size(batch), num_ranks)[rank]
     if part.start == part.stop:

@@ -48,10 +48,6 @@ class Gradients:
         """The parameters that the optimizer holds now."""
         return list(chain.from_iterable(map(_PARAMS, self._optimizer.param_groups)))
 
-    @property
-    def parameters(self) -> list[Any]:
-        return self.held()
-
     def name(self, parameter: Tensor) -> str:
         """What error messages call this parameter."""
         return self._names.get(parameter, f"one of shape {tuple(parameter.shape)}")

@@ -140,7 +140,7 @@ class Update:
             return norm, place is None
         except BaseException:
             self._precision.forget(self._optimizer)
-            clear(self._gradients.parameters)
+            clear(self._gradients.held())
             raise
 
     def _apply(self, sums: Sums) -> None:
