@@ -151,7 +151,7 @@ class Accumulator:
         self._window: PartialWindow | None = None
         """The open window of `micro_batch()`, or what an interrupted `step()` has done."""
         self.is_interrupted = False
-        """Whether `interrupt` was called and nothing has stopped yet."""
+        """Whether `interrupt` was called, and no step has stopped because of it yet."""
 
     @property
     def num_steps(self) -> int:

@@ -190,7 +190,10 @@ class Update:
         )
 
     def _finish_on_device(self, sums: Sums) -> PendingResult:
-        """The same, but the device checks whether the gradient is finite. The host may be a window ahead."""
+        """Has the device check whether the gradient is finite, and skip the step if it is not.
+
+        The host does not wait, so it may be a window ahead.
+        """
         norms, total = sums.norms_on_device()
         sums.clip(total, self.clip_norm, self.clip_value)
         parameters, number = list(sums), self.num_steps + 1

@@ -340,9 +340,9 @@ def on_host(weight: Terms) -> Terms:
 
 
 def _sum(weight: Tensor) -> Tensor:
-    """In plain numbers on the CPU; elsewhere wide, since torch divides whole numbers in float32.
+    """The sum of the weights of all samples; on a device in a wide dtype, since torch divides integers in float32.
 
-    If one sample counts less than nothing, others must not hide it: the sum is then no number.
+    A negative weight could be hidden by the others. It raises WeightError, or makes the sum NaN on a device.
     """
     if weight.is_meta or weight.is_quantized or weight.is_nested or weight.layout is not torch.strided:
         raise WeightError(

@@ -54,7 +54,7 @@ class DataParallel(SeveralRanks):
         self._others = Others(model)
         self._is_overlapping = False
         self._is_waiting = False
-        """Whether DDP will reduce in the next backward pass, whoever runs it."""
+        """Whether DDP will reduce in the next backward pass, ours or the user's."""
         self._has_failed = False
         self._has_forgotten = False
         self._check_model(gradients)

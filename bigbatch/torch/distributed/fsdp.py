@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ...core.errors import LossError, OptionError, OrderError, WeightError
-from ...core.weight import Terms
+from ...core.weight import Terms, from_terms
 from .. import internals
 from ..batch import map_tensors
 from ..gradients import GradientBuffer, Gradients
@@ -173,8 +173,8 @@ class Sharded(SeveralRanks):
             own = fetch_weights([weight])[0]
             if not all(own):
                 raise WeightError(
-                    f"a micro-batch has the weight {own}, and a loss that counts zero is not run on this rank alone: "
-                    "with fully_shard leave it out on all ranks, or use step()"
+                    f"this micro-batch has the weight {from_terms(own)}. With fully_shard all ranks run each "
+                    "micro-batch together, so one rank cannot skip it: leave it out on all ranks, or use step()"
                 )
         totals = self.agree(LocalCounts(own, num_passes=1))()
         passes = totals.num_passes

@@ -30,7 +30,7 @@ from .time_major import cut_along_axis_1, cut_along_time
 
 
 class Trial:
-    """See core/verify/trial.py. Dropout uses the same masks for both gradients, if they can be cut."""
+    """Implements `core.verify.trial.Trial`, with the same dropout masks for both gradients if they can be cut."""
 
     def __init__(
         self,
@@ -278,7 +278,7 @@ class Trial:
             leaf.grad = gradient
 
     def _gradient(self) -> dict[str, Array]:
-        """What is in `.grad` now."""
+        """A copy of `.grad`, by the parameter's name."""
         return {name: as_array(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
 
     def _reset(self) -> None:
