@@ -99,10 +99,10 @@ torch: clipping comes before unscaling | torch/update.py | test-torch
 - self._precision.unscale(self._optimizer, sums)
 + pass
 torch: an infinite gradient passes the finite check | torch/update.py | test-torch
-- if not math.isfinite(norm) or not callable(terms):
-+ if math.isnan(norm) or not callable(terms):
+- if not math.isfinite(norm) or fetched is not None:
++ if math.isnan(norm) or fetched is not None:
 torch: the schedule steps on a skipped step | torch/update.py | test-torch
-- elif self.scheduler is not None and is_applied:
+- elif self.scheduler is not None and result.is_applied:
 + elif self.scheduler is not None:
 torch: a saved window loses the unit of its sums | torch/state.py | test-torch
 - sums.unit = unit
