@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+"""What `with self._ranks.…() if is_shared else _NOTHING` enters in one process, where that method does nothing either.
+
+The condition saves a call for every micro-batch.
+"""
 
 
 class Accumulator:

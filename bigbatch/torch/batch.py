@@ -102,14 +102,14 @@ def _items(nest: Any, name: str) -> list[tuple[str, Any]] | None:
     return None
 
 
-def is_row(nest: Any) -> bool:
+def _is_row(nest: Any) -> bool:
     """Whether this is a plain tuple of tensors, the usual case, which needs no recursion."""
     return type(nest) is tuple and set(map(type, nest)) == {Tensor}
 
 
 def tensors(nest: Any) -> list[Tensor]:
     """Every tensor of the nest, in the order of `map_tensors`."""
-    return list(nest) if is_row(nest) else [leaf for _, leaf in leaves(nest, "") if isinstance(leaf, Tensor)]
+    return list(nest) if _is_row(nest) else [leaf for _, leaf in leaves(nest, "") if isinstance(leaf, Tensor)]
 
 
 def _is_dataclass(nest: Any) -> bool:
@@ -134,7 +134,7 @@ def batch_size(batch: Any, name: str = "batch") -> int:
     Raises:
         BatchError: The tensors do not share their leading axis, or it is not that of samples.
     """
-    if is_row(batch):
+    if _is_row(batch):
         sizes: set[int] = {tensor.size(0) for tensor in batch if tensor.ndim}
         if len(sizes) == 1 and 0 not in sizes:
             return sizes.pop()
@@ -197,7 +197,7 @@ def cut(batch: Any, micro_batch_size: int, *, avoid_single_sample: bool = False)
     parts = cuts(size, micro_batch_size, avoid_single_sample=avoid_single_sample)
     sizes = [part.stop - part.start for part in parts]
     rows = list(zip(*[_pieces(tensor, sizes) for tensor in tensors(batch)], strict=True))
-    if is_row(batch):
+    if _is_row(batch):
         return rows, sizes
     return [map_tensors(_next_of(row), batch) for row in rows], sizes
 
