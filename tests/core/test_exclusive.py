@@ -2,6 +2,7 @@
 
 import copy
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -60,6 +61,31 @@ def test_a_call_that_never_reaches_its_end_holds_nothing():
     hold = own.hold("step()")
     hold.__enter__()
     assert not is_free(own)
+    del hold
+    assert is_free(own)
+
+
+@pytest.mark.parametrize("num_lines", range(1, 25))
+def test_an_interrupt_at_any_line_leaves_the_locks_free(num_lines):
+    own, seen = exclusive(), []
+
+    def interrupt(frame, event, _):
+        if event == "line" and frame.f_code.co_filename.endswith("exclusive.py"):
+            seen.append(frame.f_lineno)
+            if len(seen) == num_lines:
+                raise KeyboardInterrupt
+        return interrupt
+
+    hold = None
+    sys.settrace(interrupt)
+    try:
+        hold = own.hold("step()")
+        with hold:
+            pass
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
     del hold
     assert is_free(own)
 

@@ -62,7 +62,7 @@ class Ranks:
         if self.num > 1:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-            time.sleep(10.0 if isinstance(error, RankError) else 0.0 if self.is_first else 3.0)
+            time.sleep(30.0 if isinstance(error, RankError) else 0.0 if self.is_first else 3.0)
             get_error_handler().record_exception(error)
 
     def leave(self, code: int) -> None:
