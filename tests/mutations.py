@@ -73,8 +73,8 @@ torch: every micro-batch has the weight of the first | torch/accumulator.py | te
 - weight = passes[number][1]
 + weight = passes[0][1]
 torch: the weight of a bfloat16 loss is lost | torch/backward.py | test-torch
-- buffer.add(*self.counted((term,), (1.0,)), share, keep_graph
-+ buffer.add(*self.counted((term,), (1.0,)), keep_graph
+- buffer.add(*self.terms_and_seeds((term,), (1.0,)), share, keep_graph
++ buffer.add(*self.terms_and_seeds((term,), (1.0,)), keep_graph
 torch: an empty term runs backward and adds 0 * NaN | torch/backward.py | test-torch
 - if term.requires_grad and (isinstance(share, Tensor) or share):
 + if term.requires_grad:

@@ -352,7 +352,9 @@ class Accumulator:
             if len(window.losses) >= num_wanted:
                 micro.step = self._close(is_ending=False)
             else:
-                window.seen = self._gradients.marks()  # what a pass does to parameters is the model's own business
+                window.seen = (
+                    self._gradients.marks()
+                )  # a forward pass may change parameters; changes by others between micro-batches are errors
 
     def _open(self, terms: Terms, num_wanted: int) -> PartialWindow:
         """The window that is open, or a new one, if it can take a micro-batch with these weights."""

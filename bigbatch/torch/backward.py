@@ -65,11 +65,11 @@ class Backward:
         scaled = self.times_divisor(shares[weight])
         values = _values_of(terms)
         if not is_any_low:
-            buffer.add(*self.counted(terms, scaled))
+            buffer.add(*self.terms_and_seeds(terms, scaled))
             return values
         for t, (term, share) in enumerate(zip(terms, scaled, strict=True)):
             if share:
-                buffer.add(*self.counted((term,), (1.0,)), share, keep_graph=t < len(terms) - 1)
+                buffer.add(*self.terms_and_seeds((term,), (1.0,)), share, keep_graph=t < len(terms) - 1)
         return values
 
     def feed(self, window: PartialWindow, weight: Terms, micro: MicroBatch, losses: Terms) -> None:
@@ -87,7 +87,7 @@ class Backward:
             window.buffers = [GradientBuffer(self._gradients, sums) for sums in window.sums]
         for t, (term, share, buffer) in enumerate(zip(losses, shares, window.buffers, strict=True)):
             if isinstance(share, Tensor) or share:
-                seeded = self.counted((term,), (1.0 if in_units else share,))
+                seeded = self.terms_and_seeds((term,), (1.0 if in_units else share,))
                 with buffer:
                     buffer.add(*seeded, share if in_units else 1.0, keep_graph=t < len(losses) - 1)
         window.add(weight, values)
@@ -98,7 +98,9 @@ class Backward:
         with self._ranks.buffers_kept():
             spare = map_tensors(Tensor.clone, self._ranks.spare)  # a loss may write into it
             terms = self.forward(loss, spare if self._transfer is None else self._transfer.brought(spare))
-            buffer.add(*self.counted(terms, tuple(torch.zeros_like(term) for term in terms)))  # what other ranks add
+            buffer.add(
+                *self.terms_and_seeds(terms, tuple(torch.zeros_like(term) for term in terms))
+            )  # what other ranks add
 
     def _check(self, terms: Terms, weight: Terms) -> bool:
         """Whether a share would be rounded to the dtype of a term; raises LossError if this is no loss."""
@@ -118,7 +120,7 @@ class Backward:
         with self.precision.autocast() if self.precision.dtype else nullcontext():
             return as_terms(loss(self._model, micro_batch))
 
-    def counted(self, terms: Terms, shares: Terms) -> tuple[list[Tensor], list[Tensor]]:
+    def terms_and_seeds(self, terms: Terms, shares: Terms) -> tuple[list[Tensor], list[Tensor]]:
         """The terms that count, and their seeds: what a backward pass of sum_t share_t * term_t starts with.
 
         A share enters as a seed, which saves the multiplication and its own backward pass.

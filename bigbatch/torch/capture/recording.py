@@ -92,7 +92,7 @@ class Pass:
             buffer.put(unit)
             sums.update((p, g.clone()) for p, g in _taken(buffer).items())  # they may lie in `memory`
             seeds = [self.eager.seed(*pair).clone() for pair in zip(factors, terms, strict=True)]
-            run_backward(*self.eager.counted(terms, factors))
+            run_backward(*self.eager.terms_and_seeds(terms, factors))
             buffer.unalias()
             expected = _taken(buffer)
             losses = [term.detach().reshape(()).clone() for term in terms]
