@@ -352,9 +352,7 @@ class Accumulator:
             if len(window.losses) >= num_wanted:
                 micro.step = self._close(is_ending=False)
             else:
-                window.seen = (
-                    self._gradients.marks()
-                )  # a forward pass may change parameters; changes by others between micro-batches are errors
+                window.seen = self._gradients.marks()  # the loss itself may change parameters, others may not
 
     def _open(self, terms: Terms, num_wanted: int) -> PartialWindow:
         """The window that is open, or a new one, if it can take a micro-batch with these weights."""
