@@ -182,7 +182,7 @@ keras: the weight of a mask is ignored | keras/loss.py | test-keras-tensorflow t
 - factor = shares[i] if kind.counted else share_of(share, kind.power)
 + factor = share_of(share, kind.power)
 keras: a regularizer counts once for each micro-batch | keras/loss.py | test-keras-tensorflow test-keras-jax
-- share_of(share, power) * ops.cast(ops.sum(loss), share.dtype)
+- heart.counted(ops.cast(ops.sum(loss), share.dtype), share_of(share, power), ops.where)
 + ops.cast(ops.sum(loss), share.dtype)
 keras: a sum is taken for a mean | keras/measure.py | test-keras-tensorflow test-keras-torch
 - if _distance(whole, cuts) <= rounding:
@@ -194,8 +194,8 @@ keras: the tail counts as a full micro-batch on TensorFlow | keras/backends/tens
 - share = loss.share(tf.cast(_num_samples(micro_batch), total.dtype), total)
 + share = loss.share(tf.cast(self.step.micro_batch_size, total.dtype), total)
 keras: gradients are not reduced over replicas | keras/backends/tensorflow.py | test-keras-tensorflow
-- gradients = _add_up(gradients)
-+ gradients = list(gradients)
+- sums = _sum_over_replicas(sums)
++ sums = list(sums)
 keras: JAX divides by the number of micro-batches | keras/backends/jax.py | test-keras-jax
 - share = loss.share(jnp.asarray(checks.batch_size(micro_batch), dtype), size)
 + share = jnp.asarray(1 / -(-size // self.step.micro_batch_size), dtype)

@@ -296,7 +296,7 @@ def micro_loss(model: Any, spec: LossSpec, batch: Batch, y_pred: Any, losses: An
     powers = spec.measured.layer_powers
     powers = powers if len(powers) == len(losses) else (1,) * len(losses)
     scaled = [
-        share_of(share, power) * ops.cast(ops.sum(loss), share.dtype)
+        heart.counted(ops.cast(ops.sum(loss), share.dtype), share_of(share, power), ops.where)
         for loss, power in zip(losses, powers, strict=True)
     ]
     added = sum(scaled, 0.0)
