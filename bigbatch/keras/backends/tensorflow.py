@@ -63,10 +63,10 @@ class BackendStep:
         checks.check_replicas(tf.distribute.get_strategy().num_replicas_in_sync, spec.has_own_loss)
         size = tf.cast(_num_samples(batch), step.dtype)
         (total,) = _sum_over_replicas([size])
-        sums, value, added, leaves = self._accumulate(spec, batch, total)
+        sums, value, layer_losses, leaves = self._accumulate(spec, batch, total)
 
         y_pred = spec.rebuild(leaves) if spec.needs_outputs else None
-        whole = step.loss_of_batch(spec, batch, y_pred, added, value)
+        whole = step.loss_of_batch(spec, batch, y_pred, layer_losses, value)
         if spec.is_vector or not replicas.is_shared():
             value = whole
         # with several replicas, value is this one's part of the loss of all: the tracker adds up value * samples
@@ -86,18 +86,20 @@ class BackendStep:
     def _accumulate(self, spec: LossSpec, batch: Batch, total: Any) -> tuple[Any, ...]:
         """Wide sums of this replica's gradients, its loss, what model.losses add to it, and the model's outputs."""
         model, weights = self.model, self.model.trainable_weights
-        shares_of_rows = self._count(spec, batch) if spec.is_counted else None
+        shares_of_rows = self._count(spec, batch) if spec.needs_model_for_weights else None
         has_gradient = [False] * len(weights)
 
         def body(micro: Any, carry: Any) -> tuple[Any, list[Any]]:
-            sums, value, added = carry
-            micro_batch, shares = micro
-            share = loss.share(tf.cast(_num_samples(micro_batch), total.dtype), total)
-            shares = None if shares is None else tf.unstack(shares[0])
+            sums, value, layer_losses = carry
+            micro_batch, term_shares = micro
+            sample_share = loss.share(tf.cast(_num_samples(micro_batch), total.dtype), total)
+            term_shares = None if term_shares is None else tf.unstack(term_shares[0])
             # where a loss is computed there is one replica, or Keras's losses would divide by their number
             with tf.GradientTape() as tape, one_replica(Share(1.0)):
                 y_pred = self.step.call(micro_batch[0])
-                micro_loss, extra = loss.micro_loss(model, spec, micro_batch, y_pred, model.losses, share, shares)
+                micro_loss, micro_layer_losses = loss.micro_loss(
+                    model, spec, micro_batch, y_pred, model.losses, sample_share, term_shares
+                )
                 scaled = self.step.scale(micro_loss)
             gradients = tape.gradient(scaled, weights)
             for i, gradient in enumerate(gradients):
@@ -107,13 +109,15 @@ class BackendStep:
                 s if g is None else tf.ensure_shape(s + tf.cast(g, s.dtype), s.shape)
                 for s, g in zip(sums, gradients, strict=True)
             ]
-            return (sums, value + micro_loss, added + extra), spec.leaves(y_pred)
+            return (sums, value + micro_loss, layer_losses + micro_layer_losses), spec.leaves(y_pred)
 
         zero = tf.zeros((), total.dtype)
         carry = ([tf.zeros(v.shape, loss.wide(v.dtype)) for v in weights], zero, zero)
-        (sums, value, added), leaves = self._loop(body, carry, (batch, shares_of_rows), spec.leaves(spec.outputs))
+        (sums, value, layer_losses), leaves = self._loop(
+            body, carry, (batch, shares_of_rows), spec.leaves(spec.outputs)
+        )
         sums = [s if has else None for s, has in zip(sums, has_gradient, strict=True)]
-        return sums, value, added, leaves
+        return sums, value, layer_losses, leaves
 
     def _count(self, spec: LossSpec, batch: Batch) -> Any:
         """A row for each sample: what each term of its micro-batch is multiplied by, if masks or weights decide that.
@@ -187,7 +191,7 @@ class BackendStep:
         tf.function(trace, autograph=False).get_concrete_function(types)
         return found[0]
 
-    def peek(self, iterator: Any) -> tuple[Any, tuple[Any]]:
+    def first_batch(self, iterator: Any) -> tuple[Any, tuple[Any]]:
         """Takes the first elements of Keras's iterator, and gives them back as another iterator of the same type."""
         num = self.model.steps_per_execution
         first = list(itertools.islice(iterator, num))
@@ -200,13 +204,13 @@ class BackendStep:
             again = tf.nest.pack_sequence_as(iterator, elements, expand_composites=True)
         return first[0], (again,)
 
-    def measure(self, batch: Batch, *args: Any) -> Measured:
+    def measure_on(self, batch: Batch, *args: Any) -> Measured:
         """Eagerly, on what the first replica has of the batch."""
         batch = tree.map_structure(_without_optional, batch)
         batch = tree.map_structure(_as_tensor, _of_first_replica(self.model.distribute_strategy, batch))
         self.step.spec(batch, lambda: self._inspect(batch))  # builds what is not built
         with outside_of_scopes(), _full_precision():
-            return self.step.measure(batch, part)
+            return self.step.measure_eagerly(batch, part)
 
     # --- instead of methods of Keras 3.15 that fail under a strategy ------------------------------------------
 
