@@ -127,9 +127,9 @@ ranks: the norm is that of one shard | torch/distributed/shards.py | test-ranks
 tensorflow: a micro-batch counts 1 instead of its weight | tensorflow/backward.py | test-tensorflow
 - share(weights, totals, where)
 + share(tf.ones_like(weights), totals, where)
-tensorflow: the tail of a batch is dropped | tensorflow/loop.py | test-tensorflow
-- num = -(-num_samples(tensors) // micro_batch_size)
-+ num = num_samples(tensors) // micro_batch_size
+tensorflow: the tail of a batch is dropped | tensorflow/batch.py | test-tensorflow
+- return -(-num_samples(tensors) // micro_batch_size)
++ return num_samples(tensors) // micro_batch_size
 tensorflow: a fed window is divided by the number of micro-batches | tensorflow/window.py | test-tensorflow
 - rest = share(1.0, weight, where)
 + rest = share(1.0, tf.cast(self.sums.count, weight.dtype), where)

@@ -15,10 +15,10 @@ from ..core.weight import Reduction, check_reduction
 from ..core.window import AccumulationSteps, Window, check_lists
 from . import checks, gradients
 from .backward import Backward, Loss, Weight
-from .batch import Layout, any_size, batch_size, part
+from .batch import Layout, any_size, batch_size, slice_rows
 from .distributed import replicas
 from .distributed.is_mean import check_is_mean
-from .distributed.one_replica import Share, check_loss, one_replica
+from .distributed.one_replica import Share, check_not_divided, one_replica
 from .gradients import Gradient
 from .graphs import Graphs
 from .loop import accumulate
@@ -188,7 +188,7 @@ class Accumulator(tf.Module):
         layout = replicas.spread(self.strategy, batch)
         if self.micro_batch_size == 1:
             check_lists(batch, batch_size(layout))
-        self._begin(layout)
+        self._prepare_for(layout)
         with checks.explained():
             found = self._graph(("batch", self.micro_batch_size), self._whole_batch, layout)(*layout.tensors)
         return found if self._optimizer.runs_in_graph else self._update(found)
@@ -198,7 +198,7 @@ class Accumulator(tf.Module):
         if not window:
             raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
         layouts = [replicas.spread(self.strategy, micro_batch) for micro_batch in window]
-        self._begin(layouts[0])
+        self._prepare_for(layouts[0])
         with checks.explained():
             weights = [self._graph("weigh", self._weigh, layout)(*layout.tensors) for layout in layouts]
         total = replicas.total(self.strategy, weights)
@@ -272,7 +272,7 @@ class Accumulator(tf.Module):
             function = tf.function(make(backward), input_signature=[*more, *specs], autograph=False)
             return function if in_python else function.get_concrete_function()  # which is cheaper to call
 
-        kept = (graphs or self._graphs) if layout.is_lasting else Graphs()
+        kept = (graphs or self._graphs) if layout.can_keep_graph else Graphs()
         return kept.get(key, layout.shapes, lambda: map(any_size, layout.tensors), compiled, functions)
 
     def _whole_batch(self, backward: Backward) -> Callable[..., Any]:
@@ -365,7 +365,7 @@ class Accumulator(tf.Module):
         if context is None or context.num_replicas_in_sync != num:
             raise OrderError(f"the model is on {num} replicas: call add() in what strategy.run runs")
         if self.reduction == "mean":
-            check_loss()
+            check_not_divided()
         return context
 
     def _begin_micro_batch(self, _: Any, *checked: Any) -> tf.Tensor:
@@ -470,13 +470,13 @@ class Accumulator(tf.Module):
 
     # --- before the first step ---------------------------------------------------------------------------
 
-    def _begin(self, layout: Layout) -> None:
-        """Makes the variables of a model that makes them when it is first called, and tries a loss on replicas."""
+    def _prepare_for(self, layout: Layout) -> None:
+        """Builds the model if it has no variables; on replicas, checks that the loss is a mean."""
         if not self._update.is_ready and not self.model.trainable_variables:
 
             def on_replica(*own: Any) -> None:
                 with one_replica(Share(1)):
-                    self.loss(self.model, layout.pack([part(tensor, 0, 1) for tensor in own]))
+                    self.loss(self.model, layout.pack([slice_rows(tensor, 0, 1) for tensor in own]))
 
             self.strategy.run(on_replica, args=layout.tensors)
             checks.check_trainable(self.model, is_called=True)

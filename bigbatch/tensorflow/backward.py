@@ -9,7 +9,7 @@ from ..core.errors import WeightError
 from ..core.weight import Reduction, Terms, as_terms, check_weight, share
 from . import gradients
 from .batch import Layout, any_size, num_samples
-from .checks import checked_loss
+from .checks import check_loss
 from .distributed import replicas
 from .distributed.one_replica import Share, one_replica
 from .gradients import Gradient
@@ -123,7 +123,7 @@ class Backward:
         is_late = len(terms) == 1 and terms[0].dtype != gradients.wide_dtype(terms[0].dtype)
         seeds = tf.unstack(self._optimizer.scaled(tf.ones_like(share) if is_late else share))
         found = self._gradients(tape, terms, seeds)
-        return _shared(terms, share), gradients.scaled(found, share[0]) if is_late else found
+        return _times_share(terms, share), gradients.scaled(found, share[0]) if is_late else found
 
     def _run_by_term(self, tensors: Sequence[Any], share: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
         """The same with a gradient for each term, if one of them counts nothing and may be 0/0."""
@@ -134,7 +134,7 @@ class Backward:
         for term, seed, each in zip(terms, seeds, tf.unstack(share), strict=True):
             found = gradients.weighted(self._gradients(tape, (term,), [seed]), each)
             sums = [gradients.added(*pair) for pair in zip(sums, found, strict=True)]
-        return _shared(terms, share), sums
+        return _times_share(terms, share), sums
 
     def _forward(self, tensors: Sequence[Any], share: tf.Tensor) -> Terms:
         """The losses of one micro-batch, as means over it."""
@@ -142,7 +142,7 @@ class Backward:
         with one_replica(asked):
             terms = as_terms(converted(self._loss, self._model, self._layout.pack(tensors)))
         self.is_share_used |= asked.is_used
-        return checked_loss(terms, share.shape[0])
+        return check_loss(terms, share.shape[0])
 
     def _gradients(self, tape: tf.GradientTape, terms: Terms, seeds: Sequence[tf.Tensor]) -> list[Gradient]:
         variables = self.variables()
@@ -151,6 +151,6 @@ class Backward:
         return [gradients.widened(g, v.shape) for g, v in zip(found, variables, strict=True)]
 
 
-def _shared(terms: Sequence[tf.Tensor], share: tf.Tensor) -> tf.Tensor:
+def _times_share(terms: Sequence[tf.Tensor], share: tf.Tensor) -> tf.Tensor:
     """Losses times their shares; 0 where the share is 0, even if the loss is NaN."""
     return tf.math.multiply_no_nan(tf.stack([tf.cast(term, WEIGHT) for term in terms]), share)

@@ -8,14 +8,14 @@ import tensorflow as tf
 
 from . import gradients
 from .backward import Backward
-from .batch import num_samples, numbered, rows
+from .batch import num_micro_batches, num_samples, slice_rows_for_xla, take_micro_batch
 from .distributed import replicas
 from .sums import LoopSums, Summed, is_kept_sparse
 from .weight import WEIGHT
 
-_LITTLE = 32 * 2**20
-"""As many bytes may several micro-batches take that run side by side."""
-_MOST = 8
+_MAX_PARALLEL_BYTES = 32 * 2**20
+"""Memory that micro-batches running in parallel may use together."""
+_MAX_PARALLEL = 8
 
 _Body = Callable[[Any, list[Any], Any], Any]
 """(number, micro-batch, state) -> state"""
@@ -35,8 +35,7 @@ def accumulate(backward: Backward, tensors: Sequence[Any], micro_batch_size: int
         tensors: The tensors of this replica's batch.
         micro_batch_size: Where to cut it.
     """
-    batch_size = num_samples(tensors)
-    num = -(-batch_size // micro_batch_size)
+    num = num_micro_batches(tensors, micro_batch_size)
     weights = _weigh(backward, tensors, micro_batch_size, num)
     total = tf.reduce_sum(weights, 0)
     traced = backward.traced(tensors, num_terms=weights.shape[1])
@@ -70,7 +69,7 @@ def _weigh(backward: Backward, tensors: Sequence[Any], micro_batch_size: int, nu
         return weights.write(k, backward.weigh(micro_batch))
 
     weights = tf.TensorArray(WEIGHT, size=num, element_shape=[num_terms])
-    weights = _loop(add, weights, tensors, micro_batch_size, num_at_once=1)
+    weights = _loop(add, weights, tensors, micro_batch_size, num_parallel=1)
     return tf.reshape(weights.stack(), [-1, num_terms])
 
 
@@ -100,19 +99,19 @@ def _run(
     if backward.jit_compile and is_dense and _is_good_for_xla(traced.graph):
         losses, states = _loop_in_xla(add, start, tensors, micro_batch_size)
     else:
-        num_at_once = _num_side_by_side(traced.graph, micro_batch_size)
-        losses, states = _loop(add, start(), tensors, micro_batch_size, num_at_once)
+        num_parallel = _num_parallel(traced.graph, micro_batch_size)
+        losses, states = _loop(add, start(), tensors, micro_batch_size, num_parallel)
     return sums.finished(states), losses
 
 
-def _loop(body: _Body, state: Any, tensors: Sequence[Any], micro_batch_size: int, num_at_once: int) -> Any:
+def _loop(body: _Body, state: Any, tensors: Sequence[Any], micro_batch_size: int, num_parallel: int) -> Any:
     """TensorFlow's own loop; the last micro-batch may be smaller."""
-    num = -(-num_samples(tensors) // micro_batch_size)
+    num = num_micro_batches(tensors, micro_batch_size)
 
     def step(k: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:
-        return k + 1, body(k, [numbered(t, k, micro_batch_size) for t in tensors], state)
+        return k + 1, body(k, [take_micro_batch(t, k, micro_batch_size) for t in tensors], state)
 
-    return tf.while_loop(lambda k, _: k < num, step, (tf.constant(0), state), parallel_iterations=num_at_once)[1]
+    return tf.while_loop(lambda k, _: k < num, step, (tf.constant(0), state), parallel_iterations=num_parallel)[1]
 
 
 def _loop_in_xla(body: _Body, start: Callable[[], Any], tensors: Sequence[tf.Tensor], micro_batch_size: int) -> Any:
@@ -127,14 +126,14 @@ def _loop_in_xla(body: _Body, start: Callable[[], Any], tensors: Sequence[tf.Ten
         return tf.while_loop(lambda k, _: k < num_full, step, (tf.constant(0), start()), parallel_iterations=1)[1]
 
     def step(k: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:
-        return k + 1, body(k, [rows(t, k * micro_batch_size, micro_batch_size) for t in tensors], state)
+        return k + 1, body(k, [slice_rows_for_xla(t, k * micro_batch_size, micro_batch_size) for t in tensors], state)
 
     num = num_samples(tensors)
     rest = num % micro_batch_size
     done = tf.cond(num >= micro_batch_size, tf.function(full, jit_compile=True, autograph=False), start)
     return tf.cond(
         rest > 0,
-        lambda: body(num // micro_batch_size, [rows(t, num - rest, rest) for t in tensors], done),
+        lambda: body(num // micro_batch_size, [slice_rows_for_xla(t, num - rest, rest) for t in tensors], done),
         lambda: done,
     )
 
@@ -152,7 +151,7 @@ def _is_good_for_xla(graph: tf.Graph) -> bool:
     return not any("Conv" in node.op for nodes in (found.node, *functions) for node in nodes)
 
 
-def _num_side_by_side(graph: tf.Graph, micro_batch_size: int) -> int:
+def _num_parallel(graph: tf.Graph, micro_batch_size: int) -> int:
     """How many micro-batches may run at one time: several keep all cores busy if they need little memory.
 
     One if their order matters: they draw random numbers in TF1's way, or update a variable (a seed,
@@ -162,7 +161,7 @@ def _num_side_by_side(graph: tf.Graph, micro_batch_size: int) -> int:
     if any(op.op_def.is_stateful and op.type != "ReadVariableOp" for op in operations):
         return 1
     found = sum(_num_bytes(tensor, micro_batch_size) for op in operations for tensor in op.outputs)
-    return max(1, min(_MOST, int(_LITTLE // max(found, 1))))
+    return max(1, min(_MAX_PARALLEL, int(_MAX_PARALLEL_BYTES // max(found, 1))))
 
 
 def _num_bytes(tensor: tf.Tensor, micro_batch_size: int) -> float:

@@ -47,7 +47,7 @@ class SkippedSteps(tf.Module):
         self.record.assign(tf.zeros_like(self.record))
 
     def without_weight(self) -> None:
-        """A step that counts nothing neither adds to the steps skipped in a row nor ends the row."""
+        """Notes that the step had no weight. The number of steps skipped in a row stays as it is."""
         self.record.assign(self.record * [1, 1, 1, 0, 0, 0] + [0, 0, 0, _WITHOUT_WEIGHT, 0, 0])
 
     def skipped(self, step: tf.Tensor, variable: tf.Tensor) -> None:

@@ -117,8 +117,8 @@ class Optimizer:
             pairs = list(zip(self.optimizer.get_unscaled_gradients(found), variables, strict=True))
         self.optimizer.apply_gradients(pairs, **_without_aggregation(self.optimizer))
 
-    def reduced_already(self) -> AbstractContextManager[None]:
-        """Inside, Keras 3 does not add up over replicas what is the same on all of them."""
+    def without_reduction(self) -> AbstractContextManager[None]:
+        """In this block Keras does not sum the gradient over replicas a second time."""
         return without_reduction(self._inner) if self.kind == "keras" else nullcontext()
 
 

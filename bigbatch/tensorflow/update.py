@@ -53,7 +53,7 @@ class Update(tf.Module):
         skipped_steps: Records steps that are not finite.
         exclusive: Is told that the variables have changed.
         clip_norm: The largest norm of the gradient; None for any.
-        clip_value: The largest value in the gradient; None for any.
+        clip_value: The largest absolute value in the gradient; None for any.
     """
 
     clip_norm, clip_value = Option(check_clip), Option(check_clip)
@@ -109,7 +109,7 @@ class Update(tf.Module):
             is_finite &= tf.reduce_all(tf.math.is_finite(losses))
 
         def apply() -> None:
-            with self._optimizer.reduced_already():
+            with self._optimizer.without_reduction():
                 self._strategy.run(lambda found: self._optimizer.apply(found, self._model), args=(clipped,))
             if is_scaling:
                 tf.cond(is_finite, skipped_steps.applied, record)

@@ -1,4 +1,4 @@
-"""A window that is fed one micro-batch at a time, and may outlive a call: its sums are in variables."""
+"""A partly filled window: its sums so far, in variables that outlive a call."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ _BAD_STEPS = "accumulation_steps(step) is less than 1: return a whole number of 
 
 
 class PartialWindow(tf.Module):
-    """What a window has so far: of `add()`, or of `step()` with a window of micro-batches.
+    """The sums of the window that `add()` fills, or `step()` with a `Window` of micro-batches.
 
-    Gradients are added up times their share. If the total weight W is known, that is w / W. `add()` does not know it,
-    so there the reference is 1: gradients are added up times w, and divided by W at the end.
+    The caller multiplies gradients by their share before they are added. `step()` knows the total weight W, so its
+    shares are w / W. `add()` does not know it yet: it multiplies by w, and `summed` divides by W at the end.
 
     Args:
         model: Its trainable variables have the sums.

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from ...core.errors import BigBatchError, LossError
 from ...core.weight import as_terms
-from ..batch import Layout, batch_size, part
+from ..batch import Layout, batch_size, slice_rows
 from ..layers import dropout_off
 from .one_replica import Share, one_replica
 from .replicas import as_tf_variable
@@ -42,7 +42,7 @@ def check_is_mean(
     found: list[tuple[Sequence[Any], Sequence[Any]]] = []
 
     def on_replica(*own: Any) -> None:
-        one = [part(t, 0, 1) for t in own]
+        one = [slice_rows(t, 0, 1) for t in own]
         samples = [layout.pack([t if t.shape.rank == 0 else tf.concat([t] * k, 0) for t in one]) for k in (1, 2, 3)]
         with one_replica(share):
             losses = [as_terms(loss(model, each)) for each in samples]

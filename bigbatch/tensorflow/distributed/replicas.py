@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from ...core.errors import BatchError, WeightError
-from ..batch import Layout, batch_size, part
+from ..batch import Layout, batch_size, slice_rows
 from ..gradients import Gradient, dense
 from ..weight import WEIGHT
 
@@ -83,7 +83,7 @@ def _cut(strategy: tf.distribute.Strategy, tensor: Any, size: int) -> Any:
 
     def rows(_: Any) -> Any:
         start = next(starts)
-        return part(tensor, start, min(start + each, size))
+        return slice_rows(tensor, start, min(start + each, size))
 
     return strategy.experimental_distribute_values_from_function(rows)
 

@@ -16,7 +16,7 @@ from ...core.weight import Reduction, Terms, as_terms, shares
 from ...core.window import Window, cuts
 from ..accumulator import Accumulator
 from ..backward import Loss, Weight
-from ..batch import Layout, batch_size, part
+from ..batch import Layout, batch_size, slice_rows
 from ..distributed.one_replica import Share, one_replica
 from ..distributed.replicas import as_tf_variable
 from ..gradients import dense
@@ -57,7 +57,7 @@ class Trial:
         self.parts = [range(rows.start, rows.stop) for rows in cuts(batch_size(layout), micro_batch_size)]
         self.epsilon = max((_epsilon_of(v.dtype) for v in model.trainable_variables), default=_epsilon_of("float64"))
         self.micro_batches = [
-            layout.pack([part(t, rows.start, rows.stop) for t in layout.tensors]) for rows in self.parts
+            layout.pack([slice_rows(t, rows.start, rows.stop) for t in layout.tensors]) for rows in self.parts
         ]
         self._held = [(v, tf.identity(as_tf_variable(v))) for v in model.variables]
         self._dropouts = [layer.name for layer in dropouts(model)]
