@@ -15,7 +15,7 @@ from ..core.weight import Reduction, check_reduction
 from ..core.window import AccumulationSteps, Window, check_lists
 from . import checks, gradients
 from .backward import Backward, Loss, Weight
-from .batch import Layout, any_size, batch_size, slice_rows
+from .batch import Layout, any_size, batch_size, num_samples, slice_rows
 from .distributed import replicas
 from .distributed.is_mean import check_is_mean
 from .distributed.one_replica import Share, check_not_divided, one_replica
@@ -291,12 +291,15 @@ class Accumulator(tf.Module):
     def _micro_batch(self, backward: Backward) -> Callable[..., Any]:
         def on_replica(total: tf.Tensor, *tensors: Any) -> None:
             weight = backward.weigh(tensors)
+            share = backward.shares(weight, total)
+            # reduction="sum" gives the share 1 even to a replica that has no sample
+            share = tf.where(num_samples(tensors) > 0, share, tf.zeros_like(share))
 
-            def count(run: Any, share: tf.Tensor) -> None:
+            def add(run: Any, share: tf.Tensor) -> None:
                 losses, found = run(tensors, share)
                 self._window.sums.add(found, weight[0], losses)
 
-            backward.if_counted(backward.shares(weight, total), count, skip=lambda: None)
+            backward.if_counted(share, add, skip=lambda: None)
 
         def micro_batch(total: tf.Tensor, *tensors: Any) -> None:
             self.num_traces += 1

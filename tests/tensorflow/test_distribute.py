@@ -341,6 +341,24 @@ def test_reduction_sum() -> None:
     assert_same(accumulator.model, full, make_model())
 
 
+@pytest.mark.parametrize("way", ["batch", "window"])
+def test_a_replica_without_a_sample_adds_nothing_to_a_sum(way: str) -> None:
+    """The loss is never called with 0 samples: a mean over nothing would be NaN, and some losses raise."""
+
+    def loss(model: Any, batch: Batch) -> Any:
+        with tf.control_dependencies([tf.debugging.assert_positive(tf.shape(batch["y"])[0])]):
+            values = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["y"], model(batch["x"]))
+        return tf.reduce_mean(values)
+
+    batch = make_batch(3)
+    full = full_batch(make_model(), make_optimizer(), [batch], loss)
+    accumulator = make(loss=loss, reduction="sum")
+    spread = on_replicas(batch, (3, 0))
+    step = accumulator.step(Window([spread]) if way == "window" else spread)
+    assert step.loss == pytest.approx(float(loss(make_model(), batch)))
+    assert_same(accumulator.model, full, make_model())
+
+
 def test_a_batch_without_a_sample_changes_nothing() -> None:
     accumulator = make()
     before = [on_each(v) for v in accumulator.model.variables]
