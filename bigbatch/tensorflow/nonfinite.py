@@ -67,15 +67,15 @@ class SkippedSteps(tf.Module):
 
     # --- on the host -------------------------------------------------------------------------------------
 
-    def report(self, found: tf.Tensor, model: Any, *, is_scaling: bool) -> bool:
+    def report(self, written: tf.Tensor, model: Any, *, is_scaling: bool) -> bool:
         """Raises or stops as the policy says; returns whether the last step was applied.
 
         Args:
-            found: The record after that step.
+            written: The record after that step.
             model: Its trainable variables have the gradients.
             is_scaling: Whether the optimizer adapts a scale of the loss, which overflows now and then.
         """
-        record = _Record(*map(int, found.numpy()))
+        record = _Record(*map(int, written.numpy()))
         if record.last != _SKIPPED:
             return record.last == _APPLIED
         variables = model.trainable_variables

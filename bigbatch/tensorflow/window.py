@@ -99,11 +99,11 @@ class PartialWindow(tf.Module):
         """
         if self._sums is None or self._sums.is_whole():
             return
-        count = self.num_micro_batches()
+        num = self.num_micro_batches()
         self.clear()
-        if count:
+        if num:
             raise OrderError(
-                f"add() was interrupted when its window had {count} micro-batches, so a part of the next one may have "
+                f"add() was interrupted when its window had {num} micro-batches, so a part of the next one may have "
                 "been added, and the window was dropped: feed its micro-batches again"
             )
 
@@ -113,14 +113,14 @@ class PartialWindow(tf.Module):
         Args:
             now: How often they have been changed.
         """
-        count = self.num_micro_batches()
-        if not count or self._seen is None:
+        num = self.num_micro_batches()
+        if not num or self._seen is None:
             self._seen = now
         opened_at = int(self.sums.opened_at.numpy())
-        if count and (self._seen != now or opened_at not in (-1, int(self._optimizer.num_steps()))):
+        if num and (self._seen != now or opened_at not in (-1, int(self._optimizer.num_steps()))):
             self.clear()
             raise OrderError(
-                f"the variables were changed by another step in the middle of a window of {count} micro-batches, whose "
+                f"the variables were changed by another step in the middle of a window of {num} micro-batches, whose "
                 "gradient would be that of two models, so the window was dropped: flush() before anything else steps"
             )
 
@@ -135,11 +135,11 @@ class PartialWindow(tf.Module):
             raise GradientError("no variable got a gradient in this window: compute the loss with the model")
 
         def on_replica() -> Summed:
-            found, weight, losses = self.sums.read(present)
+            grads, weight, losses = self.sums.read(present)
             if total is None and self._reduction == "mean":
                 rest = share(1.0, weight, where)
-                found, losses = gradients.scaled(found, rest), losses * rest
-            return Summed(found, losses, weight[None] if total is None else total, tf.identity(self.sums.count))
+                grads, losses = gradients.scaled(grads, rest), losses * rest
+            return Summed(grads, losses, weight[None] if total is None else total, tf.identity(self.sums.count))
 
         summed: Summed = self._strategy.run(on_replica)
         return summed

@@ -39,7 +39,7 @@ def check_is_mean(
     if not all(isinstance(t, tf.Tensor | tf.distribute.DistributedValues) for t in layout.tensors):
         return
     share = Share(1)
-    found: list[tuple[Sequence[Any], Sequence[Any]]] = []
+    tried: list[tuple[Sequence[Any], Sequence[Any]]] = []
 
     def on_replica(*own: Any) -> None:
         one = [slice_rows(t, 0, 1) for t in own]
@@ -47,7 +47,7 @@ def check_is_mean(
         with one_replica(share):
             losses = [as_terms(loss(model, each)) for each in samples]
         weights = [(batch_size(Layout(s)),) if weight is None else as_terms(weight(s)) for s in samples]
-        found.extend(zip(zip(*losses, strict=True), zip(*weights, strict=True), strict=True))
+        tried.extend(zip(zip(*losses, strict=True), zip(*weights, strict=True), strict=True))
 
     held = [(v, tf.identity(as_tf_variable(v))) for v in model.variables if not v.trainable]
     try:
@@ -60,7 +60,7 @@ def check_is_mean(
             v.assign(value)
     if share.is_used:  # bigbatch knows what the loss divides by
         return
-    for values, weights in found:
+    for values, weights in tried:
         first, *_, last = (float(tf.reduce_sum(tf.cast(w, tf.float64))) for w in weights)
         if last == 3 * first > 0:
             _check_values(values)
