@@ -6,59 +6,57 @@ import operator
 import os
 import threading
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .errors import OrderError
 
+_assigning = threading.RLock()  # reentrant: a signal handler may run at any time
+_numbers = itertools.count()
+_live: "weakref.WeakSet[Exclusive]" = weakref.WeakSet()
+
 
 class _Lock:
-    """The lock of some parameters. Parameters that are trained together share one."""
+    """The lock of parameters that are trained together."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.held_by: dict[int, weakref.ref[_Hold]] = {}
-        """The call that holds it, by replica. It is a dict because `setdefault` tests and takes in one operation."""
+        self.holders: dict[int, weakref.ref[_Hold]] = {}
+        """The call that holds it, by replica. A dict, because `setdefault` tests and takes in one atomic step."""
         self.num_changes = 0
         """How often the parameters were stepped: fused and captured optimizers leave no trace on them (torch 2.13)."""
         self.is_orphaned = False
         """Whether a fork left its holder behind."""
 
-    def free_in_child(self) -> None:
-        """Only the forking thread exists in the child: calls of other threads never end there."""
-        for replica, mark in list(self.held_by.items()):
-            if not _is_of_this_thread(mark):
-                del self.held_by[replica]
-                self.is_orphaned = True
-
 
 class _Hold:
     """A call that holds locks inside its block, or is refused.
 
-    Locks refer to it weakly: if Ctrl-C arrives just before they are released, they are free all the same. For the same
-    reason nothing here waits for another lock, which an interrupted call could leave behind.
+    The locks have a weak reference to it, which frees them when it dies: Ctrl-C may come just before `__exit__`.
     """
 
     def __init__(self, locks: list[_Lock], call: str, replicas: Sequence[int]) -> None:
         self._locks = locks
         self._call = call
         self._replicas = replicas
-        self._mark: Any = weakref.ref(self, functools.partial(_release, locks, replicas))
-        self.thread = threading.get_ident()
+        self._thread = threading.get_ident()
+        self._reference: Any = weakref.ref(self, functools.partial(_free, locks, replicas))
+
+    def is_of_this_thread(self) -> bool:
+        return self._thread == threading.get_ident()
 
     def __enter__(self) -> None:
         for lock in self._locks:
             for replica in self._replicas:
-                mark = lock.held_by.setdefault(replica, self._mark)
-                if lock.is_orphaned or mark is not self._mark:
-                    self.__exit__()
-                    raise OrderError(
-                        _refusal(self._call, is_orphaned=lock.is_orphaned, is_own=_is_of_this_thread(mark))
-                    )
+                holder = lock.holders.setdefault(replica, self._reference)
+                if lock.is_orphaned or holder is not self._reference:
+                    self.__exit__()  # it may hold others already
+                    raise OrderError(_refusal(self._call, lock.is_orphaned, holder()))
 
     def __exit__(self, *_: Any) -> None:
-        _release(self._locks, self._replicas, self._mark)
-        self._mark = None
+        _free(self._locks, self._replicas, self._reference)
+        self._reference = None
 
 
 class Exclusive:
@@ -73,7 +71,7 @@ class Exclusive:
 
     def __init__(self, parameters: Callable[[], Sequence[Any]]) -> None:
         self.__setstate__(parameters)
-        self._assign()
+        self._assign(parameters())
 
     def __getstate__(self) -> Any:
         """A copy trains parameters of its own."""
@@ -81,23 +79,20 @@ class Exclusive:
 
     def __setstate__(self, parameters: Callable[[], Sequence[Any]]) -> None:
         self._parameters = parameters
-        self._held: Sequence[Any] = ()  # while they live, nothing else gets their ids
+        self._held: Sequence[Any] = ()  # while they live, no other object gets their ids
         self._locks: list[_Lock] = []
-        self.locks: dict[int, _Lock] = {}
-        """By the id of the parameter."""
+        self._lock_of: dict[int, _Lock] = {}  # by the id of the parameter
 
-    def _assign(self) -> None:
+    def _assign(self, parameters: Sequence[Any]) -> None:
         """Gives every parameter the lock it has, here or in another accumulator; those without one share a new one."""
-        held = self._parameters()
         with _assigning:
+            known = ChainMap(self._lock_of, *(other._lock_of for other in _live))
             new = _Lock()
-            known = [self.locks, *(other.locks for other in _live)]
+            self._held = parameters
+            self._lock_of = {key: known.get(key, new) for key in map(id, parameters)}
+            # in one order for all: of two calls that want the same locks, one gets them all
+            self._locks = sorted(set(self._lock_of.values()), key=lambda lock: lock.number)
             _live.add(self)
-            # In the order in which they were made: of two calls that want several, one gets them all
-            found = {key: next((locks[key] for locks in known if key in locks), new) for key in map(id, held)}
-            self._locks = sorted(set(found.values()), key=lambda lock: lock.number)
-            self._held = held
-            self.locks = found  # last: from here on nobody waits for this
 
     def hold(self, call: str, replicas: Sequence[int] = (0,)) -> _Hold:
         """Refuses other calls inside a block; they do not wait.
@@ -108,7 +103,7 @@ class Exclusive:
         """
         now = self._parameters()
         if len(now) != len(self._held) or any(map(operator.is_not, now, self._held)):
-            self._assign()
+            self._assign(now)
         return _Hold(self._locks, call, replicas)
 
     def changed(self) -> None:
@@ -126,31 +121,21 @@ class Exclusive:
             lock.is_orphaned = False
 
 
-_assigning = threading.Lock()
-_numbers = itertools.count()
-_live: "weakref.WeakSet[Exclusive]" = weakref.WeakSet()
-
-
-def _release(locks: list[_Lock], replicas: Sequence[int], mark: "weakref.ref[_Hold]") -> None:
+def _free(locks: list[_Lock], replicas: Sequence[int], reference: "weakref.ref[_Hold]") -> None:
     for lock in locks:
         for replica in replicas:
-            if lock.held_by.get(replica) is mark:
-                del lock.held_by[replica]
+            if lock.holders.get(replica) is reference:
+                del lock.holders[replica]
 
 
-def _is_of_this_thread(mark: "weakref.ref[_Hold]") -> bool:
-    holder = mark()
-    return holder is not None and holder.thread == threading.get_ident()
-
-
-def _refusal(call: str, *, is_orphaned: bool, is_own: bool) -> str:
+def _refusal(call: str, is_orphaned: bool, holder: _Hold | None) -> str:
     if is_orphaned:
         return (
             f"{call} was called in a process that was forked while another thread was in the middle of a step, so its "
             "copy of the parameters may be half updated: fork between steps (in PyTorch, you can also load the "
             "parameters and call forget())"
         )
-    if is_own:
+    if holder is not None and holder.is_of_this_thread():
         return (
             f"{call} was called inside a micro_batch() block, or inside another step of the same parameters: "
             "call it after that"
@@ -162,10 +147,15 @@ def _refusal(call: str, *, is_orphaned: bool, is_own: bool) -> str:
 
 
 def _free_in_child() -> None:
+    """Only the forking thread exists in the child: calls of other threads never end there."""
     global _assigning
-    _assigning = threading.Lock()
-    for lock in {lock for exclusive in list(_live) for lock in exclusive.locks.values()}:
-        lock.free_in_child()
+    _assigning = threading.RLock()
+    for lock in {lock for exclusive in _live for lock in exclusive._lock_of.values()}:
+        for replica, holder_of in list(lock.holders.items()):
+            holder = holder_of()
+            if holder is not None and not holder.is_of_this_thread():
+                del lock.holders[replica]
+                lock.is_orphaned = True
 
 
 if hasattr(os, "register_at_fork"):
