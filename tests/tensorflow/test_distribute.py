@@ -343,6 +343,7 @@ def test_reduction_sum() -> None:
     assert_same(accumulator.model, full, make_model())
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("way", ["batch", "window"])
 def test_a_replica_without_a_sample_adds_nothing_to_a_sum(way: str) -> None:
     """The loss is never called with 0 samples: a mean over nothing would be NaN, and some losses raise."""
