@@ -130,9 +130,9 @@ ranks: the norm is that of one shard | torch/distributed/shards.py | test-ranks
 tensorflow: a micro-batch counts 1 instead of its weight | tensorflow/backward.py | test-tensorflow
 - share(weights, totals, where)
 + share(tf.ones_like(weights), totals, where)
-tensorflow: the tail of a batch is dropped | tensorflow/loop.py | test-tensorflow
-- num = -(-num_samples(tensors) // micro_batch_size)
-+ num = num_samples(tensors) // micro_batch_size
+tensorflow: the tail of a batch is dropped | tensorflow/batch.py | test-tensorflow
+- return -(-num_samples(tensors) // micro_batch_size)
++ return num_samples(tensors) // micro_batch_size
 tensorflow: a fed window is divided by the number of micro-batches | tensorflow/window.py | test-tensorflow
 - rest = share(1.0, weight, where)
 + rest = share(1.0, tf.cast(self.sums.count, weight.dtype), where)
@@ -143,17 +143,17 @@ tensorflow: gradients add up in float16 | tensorflow/gradients.py | test-tensorf
 - return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 + return dtype
 tensorflow: the norm is that of the scaled loss | tensorflow/update.py | test-tensorflow
-- norm = gradients.norm(found) / loss_scale
-+ norm = gradients.norm(found)
+- norm = gradients.norm(grads) / loss_scale
++ norm = gradients.norm(grads)
 tensorflow: a gradient that is not finite is applied | tensorflow/update.py | test-tensorflow
 - has_weight & (is_finite | is_scaling),
 + has_weight,
 tensorflow: replicas all count the same | tensorflow/loop.py | test-tensorflow
-- gradients.scaled(sums, total[0]), [losses
-+ gradients.scaled(sums, tf.ones_like(total[0])), [losses
+- sums, losses = gradients.scaled(sums, reference[0]), losses * reference
++ sums, losses = sums, losses * reference
 tensorflow: the totals of terms are not reduced over replicas | tensorflow/loop.py | test-tensorflow
-- total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, total)
-+ total = tf.identity(total)
+- reference = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own_total)
++ reference = tf.identity(own_total)
 tensorflow: the optimizer adds the reduced gradient up again | tensorflow/internals.py | test-tensorflow
 - optimizer._all_reduce_sum_gradients = list
 + optimizer._all_reduce_sum_gradients = optimizer._all_reduce_sum_gradients

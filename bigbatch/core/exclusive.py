@@ -132,7 +132,8 @@ def _refusal(call: str, is_orphaned: bool, holder: _Hold | None) -> str:
     if is_orphaned:
         return (
             f"{call} was called in a process that was forked while another thread was in the middle of a step, so its "
-            "copy of the parameters may be half updated: load them and call forget(), or fork between steps"
+            "copy of the parameters may be half updated: fork between steps (in PyTorch, you can also load the "
+            "parameters and call forget())"
         )
     if holder is not None and holder.is_of_this_thread():
         return (

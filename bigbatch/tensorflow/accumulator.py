@@ -15,10 +15,10 @@ from ..core.weight import Reduction, check_reduction
 from ..core.window import AccumulationSteps, Window, check_lists
 from . import checks, gradients
 from .backward import Backward, Loss, Weight
-from .batch import Layout, any_size, batch_size, part
+from .batch import Layout, any_size, batch_size, num_samples, slice_rows
 from .distributed import replicas
 from .distributed.is_mean import check_is_mean
-from .distributed.one_replica import Share, check_loss, one_replica
+from .distributed.one_replica import Share, check_not_divided, one_replica
 from .gradients import Gradient
 from .graphs import Graphs
 from .loop import accumulate
@@ -147,6 +147,7 @@ class Accumulator(tf.Module):
         """The loss that is known to be a mean."""
         with self.strategy.scope():
             self._last_step = tf.Variable(tf.zeros([5], WEIGHT), trainable=False, name="last_step")
+            """Loss, total weight, norm, is_applied and num_micro_batches of the step that `add` or `flush` made."""
         if model.trainable_variables:
             self._prepare()
 
@@ -188,17 +189,17 @@ class Accumulator(tf.Module):
         layout = replicas.spread(self.strategy, batch)
         if self.micro_batch_size == 1:
             check_lists(batch, batch_size(layout))
-        self._begin(layout)
+        self._prepare_for(layout)
         with checks.explained():
-            found = self._graph(("batch", self.micro_batch_size), self._whole_batch, layout)(*layout.tensors)
-        return found if self._optimizer.runs_in_graph else self._update(found)
+            result = self._graph(("batch", self.micro_batch_size), self._whole_batch, layout)(*layout.tensors)
+        return result if self._optimizer.runs_in_graph else self._update(result)
 
     def _step_window(self, window: Window[Any]) -> Result:
         """A graph for each part: weigh every micro-batch; forward and backward of each; reduce and update."""
         if not window:
             raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
         layouts = [replicas.spread(self.strategy, micro_batch) for micro_batch in window]
-        self._begin(layouts[0])
+        self._prepare_for(layouts[0])
         with checks.explained():
             weights = [self._graph("weigh", self._weigh, layout)(*layout.tensors) for layout in layouts]
         total = replicas.total(self.strategy, weights)
@@ -210,8 +211,7 @@ class Accumulator(tf.Module):
                     self._graph("add", self._micro_batch, layout, spec, graphs=sums.graphs)(total, *layout.tensors)
             if not self._optimizer.runs_in_graph:
                 return self._finish_window(total)
-            key, nothing = ("finish", tuple(sums.present())), Layout(())
-            result: Result = self._graph(key, lambda _: self._finish_window, nothing, spec, graphs=sums.graphs)(total)
+            result: Result = self._finish_graph(spec)(total)
             return result
         except BaseException:
             self._window.clear()
@@ -230,8 +230,8 @@ class Accumulator(tf.Module):
         if not tf.executing_eagerly():
             raise OrderError("step() is a graph by itself: call it outside of tf.function, or use add() inside")
         self._nonfinite.check_not_stopped()
-        if count := self._window.num_micro_batches():
-            raise OrderError(f"a window of {count} micro-batches is open: call flush() before step()")
+        if num := self._window.num_micro_batches():
+            raise OrderError(f"a window of {num} micro-batches is open: call flush() before step()")
 
     # --- graphs of step() --------------------------------------------------------------------------------
 
@@ -240,26 +240,20 @@ class Accumulator(tf.Module):
         name: Any,
         make: Callable[[Backward], Callable[..., Any]],
         layout: Layout,
-        *more: tf.TypeSpec,
+        *before: tf.TypeSpec,
         graphs: Graphs | None = None,
     ) -> Any:
-        """The graph for this kind of batch, of any size; made once, unless something in the batch may change.
+        """The graph for this kind of batch, of any size. It is traced once, unless something in the batch may change.
 
         Args:
-            name: Which graph.
-            make: Returns the function that it is made of.
-            layout: The batch, whose tensors are the arguments.
-            more: Arguments before them.
-            graphs: Where it is kept, if it uses sums that may be replaced.
+            name: Distinguishes the graphs of this accumulator.
+            make: `make(backward)` returns the function to trace.
+            layout: The batch. Its tensors are the last arguments of the function.
+            before: The types of the arguments before them.
+            graphs: The cache for a graph that uses the variables of a window, which may be replaced.
         """
-        in_python = tf.config.functions_run_eagerly()  # for debugging
-        functions = (self.loss, self.weight)  # kept with the graph, so that nothing else gets their ids
-        ids = tuple(map(id, (*functions, *self.model.trainable_variables)))
-        key = (name, layout.kind, more, self.clip_norm, self.clip_value, self.on_nonfinite, ids, in_python)
 
         def compiled(specs: Sequence[tf.TypeSpec]) -> Any:
-            checks.check_trainable(self.model, is_called=True)
-            self._optimizer.check_knows(self.model)
             backward = Backward(
                 layout,
                 self.model,
@@ -269,11 +263,30 @@ class Accumulator(tf.Module):
                 self._optimizer,
                 jit_compile=self.jit_compile,
             )
-            function = tf.function(make(backward), input_signature=[*more, *specs], autograph=False)
-            return function if in_python else function.get_concrete_function()  # which is cheaper to call
+            return self._compiled(make(backward), [*before, *specs])
 
-        kept = (graphs or self._graphs) if layout.is_lasting else Graphs()
-        return kept.get(key, layout.shapes, lambda: map(any_size, layout.tensors), compiled, functions)
+        cache = (graphs or self._graphs) if layout.can_keep_graph else Graphs()
+        made_of = self.loss, self.weight  # kept with the graph, so that nothing else gets their ids
+        key = self._key(name, layout.kind, before)
+        return cache.get(key, layout.shapes, lambda: map(any_size, layout.tensors), compiled, made_of)
+
+    def _finish_graph(self, spec: tf.TensorSpec) -> Any:
+        """The graph that ends a window of `step`, as a function of the total weight."""
+        sums = self._window.sums
+        key = self._key(("finish", tuple(sums.present())), spec)
+        return sums.graphs.get(key, (), lambda: [spec], lambda specs: self._compiled(self._finish_window, specs), ())
+
+    def _key(self, name: Any, *types: Any) -> tuple[Any, ...]:
+        """Everything a graph depends on besides the values of its arguments. If it changes, a new graph is made."""
+        ids = tuple(map(id, (self.loss, self.weight, *self.model.trainable_variables)))
+        return name, types, self._update.options(), ids, tf.config.functions_run_eagerly()
+
+    def _compiled(self, function: Callable[..., Any], specs: Sequence[tf.TypeSpec]) -> Any:
+        checks.check_trainable(self.model, is_called=True)
+        self._optimizer.check_knows(self.model)
+        graph = tf.function(function, input_signature=specs, autograph=False)
+        is_in_python = tf.config.functions_run_eagerly()  # for debugging
+        return graph if is_in_python else graph.get_concrete_function()  # which is cheaper to call
 
     def _whole_batch(self, backward: Backward) -> Callable[..., Any]:
         micro_batch_size: Any = self.micro_batch_size
@@ -291,12 +304,15 @@ class Accumulator(tf.Module):
     def _micro_batch(self, backward: Backward) -> Callable[..., Any]:
         def on_replica(total: tf.Tensor, *tensors: Any) -> None:
             weight = backward.weigh(tensors)
+            share = backward.shares(weight, total)
+            # reduction="sum" gives the share 1 even to a replica that has no sample
+            share = tf.where(num_samples(tensors) > 0, share, tf.zeros_like(share))
 
-            def count(run: Any, share: tf.Tensor) -> None:
-                losses, found = run(tensors, share)
-                self._window.sums.add(found, weight[0], losses)
+            def add(run: Any, share: tf.Tensor) -> None:
+                losses, grads = run(tensors, share)
+                self._window.sums.add(grads, weight[0], losses)
 
-            backward.if_counted(backward.shares(weight, total), count, skip=lambda: None)
+            backward.run_or_skip(share, add, skip=lambda: None)
 
         def micro_batch(total: tf.Tensor, *tensors: Any) -> None:
             self.num_traces += 1
@@ -339,25 +355,25 @@ class Accumulator(tf.Module):
         with self._hold("add()"):
             self._add(gradients, 1 if weight is None else weight, float("nan") if loss is None else loss)
 
-    def _add(self, found: Sequence[Gradient], weight: Any, loss: Any) -> None:
+    def _add(self, grads: Sequence[Gradient], weight: Any, loss: Any) -> None:
         """On a replica."""
-        context = self._check_before_add(found)
+        context = self._check_before_add(grads)
         num_wanted = self._window.num_wanted(self.num_steps)
         weight = self._skipped_steps.checked(as_weight(weight))
-        share = tf.ones([], WEIGHT) if self.reduction == "sum" else weight  # the reference is 1: see window.py
+        share = tf.ones([], WEIGHT) if self.reduction == "sum" else weight  # see PartialWindow
         losses = tf.math.multiply_no_nan(checks.as_loss(loss), share)[None]
-        rows = checks.checked_rows(found, replicas.trainable(self.model))
+        rows = checks.checked_rows(grads, replicas.trainable(self.model))
         # if one replica is refused, none adds anything
         is_ready = context.merge_call(self._begin_micro_batch, args=(weight, num_wanted, losses, *rows))
         with tf.control_dependencies([is_ready]):
-            found = gradients.weighted([gradients.widened(g) for g in found], share)
-            self._window.sums.add(found, weight, losses)
+            grads = gradients.weighted([gradients.widened(g) for g in grads], share)
+            self._window.sums.add(grads, weight, losses)
             context.merge_call(lambda _: self._end_micro_batch(num_wanted))
 
-    def _check_before_add(self, found: Any) -> Any:
+    def _check_before_add(self, grads: Any) -> Any:
         """Refuses what cannot be added; returns the replica context."""
         checks.check_trainable(self.model, is_called=False)
-        checks.check_gradients(found, self.model.trainable_variables)
+        checks.check_gradients(grads, self.model.trainable_variables)
         self._check_graph("add()")
         self._nonfinite.check_not_stopped()
         context = tf.distribute.get_replica_context()
@@ -365,7 +381,7 @@ class Accumulator(tf.Module):
         if context is None or context.num_replicas_in_sync != num:
             raise OrderError(f"the model is on {num} replicas: call add() in what strategy.run runs")
         if self.reduction == "mean":
-            check_loss()
+            check_not_divided()
         return context
 
     def _begin_micro_batch(self, _: Any, *checked: Any) -> tf.Tensor:
@@ -410,8 +426,13 @@ class Accumulator(tf.Module):
     def _close(self) -> None:
         """Makes the step of the window that `add` fed; across replicas."""
         result = self._finish_window()
-        losses, total, *others = result[:5]
-        values = [tf.reduce_sum(losses), tf.reduce_sum(total), *others]
+        values = (
+            tf.reduce_sum(result.losses),
+            tf.reduce_sum(result.total),
+            result.norm,
+            result.is_applied,
+            result.num_micro_batches,
+        )
         self._last_step.assign(tf.stack([tf.cast(value, WEIGHT) for value in values]))
         if tf.executing_eagerly():
             self._update.step(result)
@@ -419,9 +440,10 @@ class Accumulator(tf.Module):
     @property
     def last_step(self) -> Step | None:
         """The step that `add` or `flush` made last; None before the first."""
-        values = self._last_step.numpy()
-        loss, weight, norm, is_applied, num = values
-        return self._update.step(Result([loss], [weight], norm, is_applied, num)) if num else None
+        loss, total, norm, is_applied, num_micro_batches = self._last_step.numpy()
+        if not num_micro_batches:
+            return None
+        return self._update.step(Result([loss], [total], norm, is_applied, num_micro_batches))
 
     def one_replica(self) -> AbstractContextManager[None]:
         """Makes a loss whose gradient goes to `add` divide by one replica instead of all of them.
@@ -470,13 +492,13 @@ class Accumulator(tf.Module):
 
     # --- before the first step ---------------------------------------------------------------------------
 
-    def _begin(self, layout: Layout) -> None:
-        """Makes the variables of a model that makes them when it is first called, and tries a loss on replicas."""
+    def _prepare_for(self, layout: Layout) -> None:
+        """Builds the model if it has no variables; on replicas, checks that the loss is a mean."""
         if not self._update.is_ready and not self.model.trainable_variables:
 
             def on_replica(*own: Any) -> None:
                 with one_replica(Share(1)):
-                    self.loss(self.model, layout.pack([part(tensor, 0, 1) for tensor in own]))
+                    self.loss(self.model, layout.pack([slice_rows(tensor, 0, 1) for tensor in own]))
 
             self.strategy.run(on_replica, args=layout.tensors)
             checks.check_trainable(self.model, is_called=True)

@@ -9,7 +9,7 @@ from ..core.errors import WeightError
 from ..core.weight import Reduction, Terms, as_terms, check_weight, share
 from . import gradients
 from .batch import Layout, any_size, num_samples
-from .checks import checked_loss
+from .checks import check_loss
 from .distributed import replicas
 from .distributed.one_replica import Share, one_replica
 from .gradients import Gradient
@@ -78,11 +78,11 @@ class Backward:
         """The weight of one micro-batch, term by term."""
         if self.weight is None:
             return tf.cast(num_samples(tensors), WEIGHT)[None]
-        found = as_terms(converted(self.weight, self._layout.pack(tensors)))
-        if not found:
+        weights = as_terms(converted(self.weight, self._layout.pack(tensors)))
+        if not weights:
             raise WeightError("the weight has 0 terms: return a number, or one for each term of the loss")
-        check_weight(tuple(w for w in found if not tf.is_tensor(w)), of="a micro-batch")
-        pairs = [summed_weight(as_tensor(w)) for w in found]
+        check_weight(tuple(w for w in weights if not tf.is_tensor(w)), of="a micro-batch")
+        pairs = [summed_weight(as_tensor(w)) for w in weights]
         return checked(tf.stack([summed for summed, _ in pairs]), tf.reduce_all([is_good for _, is_good in pairs]))
 
     def num_terms(self, tensors: Sequence[Any]) -> int:
@@ -100,18 +100,17 @@ class Backward:
         """The losses of one micro-batch times their shares, and the gradient of their sum."""
         return self._all_terms(tensors, share)
 
-    def if_counted(self, share: tf.Tensor, count: Callable[[Any, tf.Tensor], Any], skip: Callable[[], Any]) -> Any:
-        """Calls `count(backward, share)`, or `skip()` if the micro-batch counts nothing.
+    def run_or_skip(self, share: tf.Tensor, run: Callable[[Any, tf.Tensor], Any], skip: Callable[[], Any]) -> Any:
+        """Calls `run(backward, share)`, or `skip()` if the share is 0, since the mean over nothing may be 0/0.
 
-        The mean over nothing may be 0/0, so a micro-batch with share 0 is left out. If only one term of the loss has
-        share 0, `count` gets a backward pass that leaves out that term.
+        If only one term of the loss has the share 0, `run` gets a backward pass that leaves out that term.
         """
 
         def some() -> Any:
             if share.shape[0] == 1:
-                return count(self, share)
+                return run(self, share)
             is_whole = tf.reduce_all(share > 0)
-            return tf.cond(is_whole, lambda: count(self, share), lambda: count(self._by_term, share))
+            return tf.cond(is_whole, lambda: run(self, share), lambda: run(self._by_term, share))
 
         return tf.cond(tf.reduce_any(share > 0), some, skip)
 
@@ -122,19 +121,19 @@ class Backward:
         # float16 and bfloat16 would round the share, so there the wide gradient is scaled instead of the loss
         is_late = len(terms) == 1 and terms[0].dtype != gradients.wide_dtype(terms[0].dtype)
         seeds = tf.unstack(self._optimizer.scaled(tf.ones_like(share) if is_late else share))
-        found = self._gradients(tape, terms, seeds)
-        return _shared(terms, share), gradients.scaled(found, share[0]) if is_late else found
+        grads = self._gradients(tape, terms, seeds)
+        return _times_share(terms, share), gradients.scaled(grads, share[0]) if is_late else grads
 
     def _run_by_term(self, tensors: Sequence[Any], share: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
-        """The same with a gradient for each term, if one of them counts nothing and may be 0/0."""
+        """The same with a gradient for each term, if one of them has the share 0 and may be 0/0."""
         with tf.GradientTape(persistent=True) as tape:
             terms = self._forward(tensors, share)
         sums: list[Gradient] = [None] * len(self.variables())
         seeds = tf.unstack(self._optimizer.scaled(tf.ones_like(share)))
         for term, seed, each in zip(terms, seeds, tf.unstack(share), strict=True):
-            found = gradients.weighted(self._gradients(tape, (term,), [seed]), each)
-            sums = [gradients.added(*pair) for pair in zip(sums, found, strict=True)]
-        return _shared(terms, share), sums
+            grads = gradients.weighted(self._gradients(tape, (term,), [seed]), each)
+            sums = [gradients.added(*pair) for pair in zip(sums, grads, strict=True)]
+        return _times_share(terms, share), sums
 
     def _forward(self, tensors: Sequence[Any], share: tf.Tensor) -> Terms:
         """The losses of one micro-batch, as means over it."""
@@ -142,15 +141,15 @@ class Backward:
         with one_replica(asked):
             terms = as_terms(converted(self._loss, self._model, self._layout.pack(tensors)))
         self.is_share_used |= asked.is_used
-        return checked_loss(terms, share.shape[0])
+        return check_loss(terms, share.shape[0])
 
     def _gradients(self, tape: tf.GradientTape, terms: Terms, seeds: Sequence[tf.Tensor]) -> list[Gradient]:
         variables = self.variables()
         seeds = [tf.cast(seed, term.dtype) for seed, term in zip(seeds, terms, strict=True)]
-        found = tape.gradient(terms, variables, output_gradients=seeds)
-        return [gradients.widened(g, v.shape) for g, v in zip(found, variables, strict=True)]
+        grads = tape.gradient(terms, variables, output_gradients=seeds)
+        return [gradients.widened(g, v.shape) for g, v in zip(grads, variables, strict=True)]
 
 
-def _shared(terms: Sequence[tf.Tensor], share: tf.Tensor) -> tf.Tensor:
+def _times_share(terms: Sequence[tf.Tensor], share: tf.Tensor) -> tf.Tensor:
     """Losses times their shares; 0 where the share is 0, even if the loss is NaN."""
     return tf.math.multiply_no_nan(tf.stack([tf.cast(term, WEIGHT) for term in terms]), share)

@@ -1,4 +1,4 @@
-"""A batch is any nest of tensors: its size, how it is cut, and which graph can take it."""
+"""A batch is any nest of tensors: its size, its micro-batches, and which graph can take it."""
 
 import enum
 import types
@@ -44,8 +44,11 @@ class Layout:
         return tuple(tuple(shape[1:]) if shape.rank else () for shape in shapes), *(o.shapes for o in self.others)
 
     @property
-    def is_lasting(self) -> bool:
-        """Whether equal kinds mean equal batches: an object of your own class may change between two calls."""
+    def can_keep_graph(self) -> bool:
+        """Whether a graph may be kept for such batches.
+
+        Not if it holds an object that may have changed by the next call.
+        """
         return all(is_tensor(leaf) or isinstance(leaf, _PLAIN + _NAMED) for leaf in self.leaves)
 
     def pack(self, tensors: Sequence[_Leaf]) -> Any:
@@ -135,18 +138,23 @@ def _known_size(leaf: _Leaf) -> int:
     return int(size(leaf)) if static is None else int(static)
 
 
-def numbered(leaf: _Leaf, number: tf.Tensor, part_size: int) -> _Leaf:
+def num_micro_batches(tensors: Sequence[_Leaf], micro_batch_size: int) -> Any:
+    """Into how many micro-batches a batch is cut in a graph."""
+    return -(-num_samples(tensors) // micro_batch_size)
+
+
+def take_micro_batch(leaf: _Leaf, number: tf.Tensor, micro_batch_size: int) -> _Leaf:
     """The micro-batch of this number; the last one may be smaller."""
     if leaf.shape.rank == 0:
         return leaf
     if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
-        start = number * part_size
-        return part(leaf, start, tf.minimum(start + part_size, size(leaf)))
-    start = number * tf.constant([part_size])  # leaf[start:stop] would pack the bounds in every pass
-    return tf.strided_slice(leaf, start, start + part_size, [1])
+        start = number * micro_batch_size
+        return slice_rows(leaf, start, tf.minimum(start + micro_batch_size, size(leaf)))
+    start = number * tf.constant([micro_batch_size])  # leaf[start:stop] would pack the bounds in every pass
+    return tf.strided_slice(leaf, start, start + micro_batch_size, [1])
 
 
-def part(leaf: _Leaf, start: Any, stop: Any) -> _Leaf:
+def slice_rows(leaf: _Leaf, start: Any, stop: Any) -> _Leaf:
     """Rows start to stop."""
     if leaf.shape.rank == 0:
         return leaf
@@ -157,7 +165,7 @@ def part(leaf: _Leaf, start: Any, stop: Any) -> _Leaf:
     return leaf[start:stop]
 
 
-def rows(tensor: tf.Tensor, start: tf.Tensor, num: tf.Tensor) -> tf.Tensor:
+def slice_rows_for_xla(tensor: tf.Tensor, start: tf.Tensor, num: tf.Tensor) -> tf.Tensor:
     """This many rows from there on. XLA does not take -1 for all entries of an axis."""
     if tensor.shape.rank == 0:
         return tensor

@@ -12,9 +12,9 @@ from ..core.weight import Terms, check_terms, is_number
 from .gradients import wide_dtype
 from .weight import BAD_WEIGHT, WEIGHT, checked
 
-_BAD_LOSS = "the loss is no scalar: return the mean, for example tf.reduce_mean(loss)"
+_BAD_LOSS = "the loss is not a scalar: return the mean, for example tf.reduce_mean(loss)"
 _REMEDY = "pass tape.gradient(loss, model.trainable_variables)"
-_BAD_ROWS = f"a sparse gradient has rows that its variable has not: {_REMEDY}"
+_BAD_ROWS = f"a sparse gradient has row numbers outside of its variable: {_REMEDY}"
 
 
 def check_model(model: Any) -> None:
@@ -39,7 +39,7 @@ def name_of(variable: Any) -> str:
     return str(getattr(variable, "path", None) or variable.name)
 
 
-def checked_loss(terms: Terms, num_weights: int) -> Terms:
+def check_loss(terms: Terms, num_weights: int) -> Terms:
     """The terms, as scalars; raises LossError if one is not a scalar of floats, in a graph when it runs if need be."""
     check_terms(len(terms), num_weights)
     for term in terms:

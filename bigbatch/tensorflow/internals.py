@@ -86,7 +86,7 @@ def trace_apart(kind: Callable[[], str]) -> None:
     plain = function_context.make_function_context
 
     def make_function_context(scope_type: Any = None) -> Any:
-        found = plain(scope_type)
-        return found._replace(scope_type=(found.scope_type, kind())) if kind() else found
+        context = plain(scope_type)
+        return context._replace(scope_type=(context.scope_type, kind())) if kind() else context
 
     function_context.make_function_context = make_function_context

@@ -8,14 +8,14 @@ import tensorflow as tf
 
 from . import gradients
 from .backward import Backward
-from .batch import num_samples, numbered, rows
+from .batch import num_micro_batches, num_samples, slice_rows_for_xla, take_micro_batch
 from .distributed import replicas
 from .sums import LoopSums, Summed, is_kept_sparse
 from .weight import WEIGHT
 
-_LITTLE = 32 * 2**20
-"""As many bytes may several micro-batches take that run side by side."""
-_MOST = 8
+_MAX_PARALLEL_BYTES = 32 * 2**20
+"""Memory that micro-batches running in parallel may use together."""
+_MAX_PARALLEL = 8
 
 _Body = Callable[[Any, list[Any], Any], Any]
 """(number, micro-batch, state) -> state"""
@@ -35,28 +35,28 @@ def accumulate(backward: Backward, tensors: Sequence[Any], micro_batch_size: int
         tensors: The tensors of this replica's batch.
         micro_batch_size: Where to cut it.
     """
-    batch_size = num_samples(tensors)
-    num = -(-batch_size // micro_batch_size)
+    num = num_micro_batches(tensors, micro_batch_size)
     weights = _weigh(backward, tensors, micro_batch_size, num)
-    total = tf.reduce_sum(weights, 0)
+    own_total = tf.reduce_sum(weights, 0)
     traced = backward.traced(tensors, num_terms=weights.shape[1])
+    # Weights are divided by a reference while gradients add up: by the total of all replicas, or by this one's own.
     # Terms with totals of their own are mixed in the sums, so their totals must be known before; a loss may ask for its
     # share of the batch, too. Otherwise the total is reduced with the gradients: one reduction fewer.
     is_total_first = weights.shape[1] > 1 or backward.is_share_used
+    reference = own_total
     if is_total_first and replicas.is_shared():
-        total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, total)
-    sums, losses = _run(backward, traced, tensors, micro_batch_size, num, backward.shares(weights, total))
+        reference = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own_total)
+    sums, losses = _run(backward, traced, tensors, micro_batch_size, num, backward.shares(weights, reference))
     if not replicas.is_shared():
-        return Summed(sums, losses, total, num)
-    if is_total_first or backward.reduction == "sum":
-        sums, (losses, number) = replicas.reduce(sums, [losses, tf.cast(num, WEIGHT)])
-        return Summed(sums, losses, total, tf.cast(number, tf.int32))
-    # the reference was this replica's own total
-    sums, (losses, number, total) = replicas.reduce(
-        gradients.scaled(sums, total[0]), [losses * total, tf.cast(num, WEIGHT), total]
-    )
-    rest = backward.shares(tf.ones_like(total), total)
-    return Summed(gradients.scaled(sums, rest[0]), losses * rest, total, tf.cast(number, tf.int32))
+        return Summed(sums, losses, own_total, num)
+    is_divided_later = not is_total_first and backward.reduction == "mean"
+    if is_divided_later:  # replicas have different references: w / own total becomes w
+        sums, losses = gradients.scaled(sums, reference[0]), losses * reference
+    sums, (losses, num, total) = replicas.reduce(sums, [losses, tf.cast(num, WEIGHT), own_total])
+    if is_divided_later:  # w becomes w / total
+        rest = backward.shares(tf.ones_like(total), total)
+        sums, losses = gradients.scaled(sums, rest[0]), losses * rest
+    return Summed(sums, losses, reference if is_total_first else total, tf.cast(num, tf.int32))
 
 
 def _weigh(backward: Backward, tensors: Sequence[Any], micro_batch_size: int, num: Any) -> tf.Tensor:
@@ -70,7 +70,7 @@ def _weigh(backward: Backward, tensors: Sequence[Any], micro_batch_size: int, nu
         return weights.write(k, backward.weigh(micro_batch))
 
     weights = tf.TensorArray(WEIGHT, size=num, element_shape=[num_terms])
-    weights = _loop(add, weights, tensors, micro_batch_size, num_at_once=1)
+    weights = _loop(add, weights, tensors, micro_batch_size, num_parallel=1)
     return tf.reshape(weights.stack(), [-1, num_terms])
 
 
@@ -84,14 +84,14 @@ def _run(
     def add(k: tf.Tensor, micro_batch: list[Any], state: Any) -> Any:
         losses, states = state
 
-        def count(run: Any, share: tf.Tensor) -> tuple[Any, ...]:
-            more, found = run(micro_batch, share)
-            return losses + more, sums.add(states, k, found)
+        def added(run: Any, share: tf.Tensor) -> tuple[Any, ...]:
+            own_losses, grads = run(micro_batch, share)
+            return losses + own_losses, sums.add(states, k, grads)
 
         share = tf.gather(shares, k)
         if backward.weight is None:  # no micro-batch is empty
-            return count(backward, share)
-        return backward.if_counted(share, count, lambda: (losses, sums.skip(states, k)))
+            return added(backward, share)
+        return backward.run_or_skip(share, added, lambda: (losses, sums.skip(states, k)))
 
     def start() -> tuple[Any, ...]:
         return tf.zeros(shares.shape[1:], WEIGHT), sums.start()
@@ -100,19 +100,19 @@ def _run(
     if backward.jit_compile and is_dense and _is_good_for_xla(traced.graph):
         losses, states = _loop_in_xla(add, start, tensors, micro_batch_size)
     else:
-        num_at_once = _num_side_by_side(traced.graph, micro_batch_size)
-        losses, states = _loop(add, start(), tensors, micro_batch_size, num_at_once)
+        num_parallel = _num_parallel(traced.graph, micro_batch_size)
+        losses, states = _loop(add, start(), tensors, micro_batch_size, num_parallel)
     return sums.finished(states), losses
 
 
-def _loop(body: _Body, state: Any, tensors: Sequence[Any], micro_batch_size: int, num_at_once: int) -> Any:
+def _loop(body: _Body, state: Any, tensors: Sequence[Any], micro_batch_size: int, num_parallel: int) -> Any:
     """TensorFlow's own loop; the last micro-batch may be smaller."""
-    num = -(-num_samples(tensors) // micro_batch_size)
+    num = num_micro_batches(tensors, micro_batch_size)
 
     def step(k: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:
-        return k + 1, body(k, [numbered(t, k, micro_batch_size) for t in tensors], state)
+        return k + 1, body(k, [take_micro_batch(t, k, micro_batch_size) for t in tensors], state)
 
-    return tf.while_loop(lambda k, _: k < num, step, (tf.constant(0), state), parallel_iterations=num_at_once)[1]
+    return tf.while_loop(lambda k, _: k < num, step, (tf.constant(0), state), parallel_iterations=num_parallel)[1]
 
 
 def _loop_in_xla(body: _Body, start: Callable[[], Any], tensors: Sequence[tf.Tensor], micro_batch_size: int) -> Any:
@@ -127,14 +127,14 @@ def _loop_in_xla(body: _Body, start: Callable[[], Any], tensors: Sequence[tf.Ten
         return tf.while_loop(lambda k, _: k < num_full, step, (tf.constant(0), start()), parallel_iterations=1)[1]
 
     def step(k: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:
-        return k + 1, body(k, [rows(t, k * micro_batch_size, micro_batch_size) for t in tensors], state)
+        return k + 1, body(k, [slice_rows_for_xla(t, k * micro_batch_size, micro_batch_size) for t in tensors], state)
 
     num = num_samples(tensors)
     rest = num % micro_batch_size
     done = tf.cond(num >= micro_batch_size, tf.function(full, jit_compile=True, autograph=False), start)
     return tf.cond(
         rest > 0,
-        lambda: body(num // micro_batch_size, [rows(t, num - rest, rest) for t in tensors], done),
+        lambda: body(num // micro_batch_size, [slice_rows_for_xla(t, num - rest, rest) for t in tensors], done),
         lambda: done,
     )
 
@@ -147,12 +147,12 @@ def _is_good_for_xla(graph: tf.Graph) -> bool:
     """
     if tf.config.list_logical_devices("GPU"):
         return True
-    found = graph.as_graph_def()
-    functions = [function.node_def for function in found.library.function]
-    return not any("Conv" in node.op for nodes in (found.node, *functions) for node in nodes)
+    graph_def = graph.as_graph_def()
+    functions = [function.node_def for function in graph_def.library.function]
+    return not any("Conv" in node.op for nodes in (graph_def.node, *functions) for node in nodes)
 
 
-def _num_side_by_side(graph: tf.Graph, micro_batch_size: int) -> int:
+def _num_parallel(graph: tf.Graph, micro_batch_size: int) -> int:
     """How many micro-batches may run at one time: several keep all cores busy if they need little memory.
 
     One if their order matters: they draw random numbers in TF1's way, or update a variable (a seed,
@@ -161,8 +161,8 @@ def _num_side_by_side(graph: tf.Graph, micro_batch_size: int) -> int:
     operations = graph.get_operations()
     if any(op.op_def.is_stateful and op.type != "ReadVariableOp" for op in operations):
         return 1
-    found = sum(_num_bytes(tensor, micro_batch_size) for op in operations for tensor in op.outputs)
-    return max(1, min(_MOST, int(_LITTLE // max(found, 1))))
+    num_bytes = sum(_num_bytes(tensor, micro_batch_size) for op in operations for tensor in op.outputs)
+    return max(1, min(_MAX_PARALLEL, int(_MAX_PARALLEL_BYTES // max(num_bytes, 1))))
 
 
 def _num_bytes(tensor: tf.Tensor, micro_batch_size: int) -> float:

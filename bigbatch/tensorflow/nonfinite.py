@@ -47,7 +47,7 @@ class SkippedSteps(tf.Module):
         self.record.assign(tf.zeros_like(self.record))
 
     def without_weight(self) -> None:
-        """A step that counts nothing neither adds to the steps skipped in a row nor ends the row."""
+        """Notes that the step had no weight. The number of steps skipped in a row stays as it is."""
         self.record.assign(self.record * [1, 1, 1, 0, 0, 0] + [0, 0, 0, _WITHOUT_WEIGHT, 0, 0])
 
     def skipped(self, step: tf.Tensor, variable: tf.Tensor) -> None:
@@ -67,15 +67,15 @@ class SkippedSteps(tf.Module):
 
     # --- on the host -------------------------------------------------------------------------------------
 
-    def report(self, found: tf.Tensor, model: Any, *, is_scaling: bool) -> bool:
+    def report(self, written: tf.Tensor, model: Any, *, is_scaling: bool) -> bool:
         """Raises or stops as the policy says; returns whether the last step was applied.
 
         Args:
-            found: The record after that step.
+            written: The record after that step.
             model: Its trainable variables have the gradients.
             is_scaling: Whether the optimizer adapts a scale of the loss, which overflows now and then.
         """
-        record = _Record(*map(int, found.numpy()))
+        record = _Record(*map(int, written.numpy()))
         if record.last != _SKIPPED:
             return record.last == _APPLIED
         variables = model.trainable_variables

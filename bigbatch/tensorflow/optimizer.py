@@ -42,8 +42,8 @@ class Optimizer:
 
     def num_steps(self) -> Any:
         """How often it has stepped, also in calls of others; -1 if it does not count."""
-        found = as_tf_variable(getattr(self.optimizer, "iterations", None))
-        return tf.cast(-1 if found is None else found, tf.int64)
+        iterations = as_tf_variable(getattr(self.optimizer, "iterations", None))
+        return tf.cast(-1 if iterations is None else iterations, tf.int64)
 
     @property
     def is_scaling(self) -> bool:
@@ -113,12 +113,12 @@ class Optimizer:
             self.optimizer.apply_gradients(pairs)
             return
         if hasattr(self.optimizer, "get_unscaled_gradients"):  # it leaves that to its caller, unlike Keras 3
-            found, variables = zip(*pairs, strict=True)
-            pairs = list(zip(self.optimizer.get_unscaled_gradients(found), variables, strict=True))
+            grads, variables = zip(*pairs, strict=True)
+            pairs = list(zip(self.optimizer.get_unscaled_gradients(grads), variables, strict=True))
         self.optimizer.apply_gradients(pairs, **_without_aggregation(self.optimizer))
 
-    def reduced_already(self) -> AbstractContextManager[None]:
-        """Inside, Keras 3 does not add up over replicas what is the same on all of them."""
+    def without_reduction(self) -> AbstractContextManager[None]:
+        """In this block Keras does not sum the gradient over replicas a second time."""
         return without_reduction(self._inner) if self.kind == "keras" else nullcontext()
 
 

@@ -58,17 +58,17 @@ class LoopSums:
             for k, g in self._like.items()
         }
 
-    def add(self, sums: dict[int, Any], number: tf.Tensor, found: Sequence[Gradient]) -> dict[int, Any]:
+    def add(self, sums: dict[int, Any], number: tf.Tensor, grads: Sequence[Gradient]) -> dict[int, Any]:
         """The sums with the gradients of one more micro-batch."""
         return {
-            k: _written(one, number, found[k])
+            k: _written(one, number, grads[k])
             if k in self._sparse
-            else one + _dense(found[k], self._variables[k].shape)
+            else one + _dense(grads[k], self._variables[k].shape)
             for k, one in sums.items()
         }
 
     def skip(self, sums: dict[int, Any], number: tf.Tensor) -> dict[int, Any]:
-        """The same sums after a micro-batch that counts nothing. A list must have an entry for it all the same."""
+        """The same sums after a micro-batch without weight. A list must have an entry for it all the same."""
         return {k: _written(one, number, self._no_rows(k)) if k in self._sparse else one for k, one in sums.items()}
 
     def finished(self, sums: dict[int, Any]) -> list[Gradient]:
@@ -94,8 +94,8 @@ class LoopSums:
         return gradients.without_repeats(tf.IndexedSlices(arrays[0].concat(), arrays[1].concat(), shape))
 
 
-def _written(arrays: Any, number: tf.Tensor, found: tf.IndexedSlices) -> tuple[tf.TensorArray, tf.TensorArray]:
-    return arrays[0].write(number, found.values), arrays[1].write(number, found.indices)
+def _written(arrays: Any, number: tf.Tensor, slices: tf.IndexedSlices) -> tuple[tf.TensorArray, tf.TensorArray]:
+    return arrays[0].write(number, slices.values), arrays[1].write(number, slices.indices)
 
 
 def _dense(gradient: Gradient, shape: tf.TensorShape) -> tf.Tensor:
@@ -125,7 +125,10 @@ class Sums(tf.Module):
             self.weight = self._sum([], WEIGHT)
             self.losses = self._sum([num_terms], WEIGHT)
             self.count = tf.Variable(0, trainable=False, name="count")
-            """~count, which is negative, while a micro-batch is being added in eager code."""
+            """How many micro-batches there are so far: n, but ~n < 0 while eager code is adding one more.
+
+            A checkpoint has it under this name.
+            """
             self.opened_at = tf.Variable(-1, trainable=False, dtype=tf.int64, name="opened_at")
             """How often the optimizer had stepped when the window was opened."""
             self.has_gradient = tf.Variable(tf.zeros([len(variables)], tf.bool), trainable=False, name="has_gradient")
@@ -148,9 +151,9 @@ class Sums(tf.Module):
         """Across replicas, in eager code: what is added from now on is one micro-batch."""
         self.count.assign(~self.num_whole())
 
-    def add(self, found: Sequence[Gradient], weight: tf.Tensor, losses: tf.Tensor) -> None:
+    def add(self, grads: Sequence[Gradient], weight: tf.Tensor, losses: tf.Tensor) -> None:
         """On a replica: adds gradients and losses that are multiplied by their share already."""
-        for k, (g, total) in enumerate(zip(found, self.gradients, strict=True)):
+        for k, (g, total) in enumerate(zip(grads, self.gradients, strict=True)):
             if g is None:
                 continue
             self._added.add(k)
@@ -167,11 +170,11 @@ class Sums(tf.Module):
         Args:
             num_steps: How often the optimizer has stepped.
         """
-        count = self.num_whole() if tf.executing_eagerly() else tf.identity(self.count)
+        num = self.num_whole() if tf.executing_eagerly() else tf.identity(self.count)
         if num_steps is not None:
-            self.opened_at.assign(tf.where(tf.equal(count, 0), num_steps, self.opened_at))
+            self.opened_at.assign(tf.where(tf.equal(num, 0), num_steps, self.opened_at))
         self.has_gradient.assign(self.has_gradient | [k in self._added for k in range(len(self.gradients))])
-        self.count.assign(count + 1)
+        self.count.assign(num + 1)
         if not tf.executing_eagerly():
             self._in_graphs |= self._added
         self._added.clear()
@@ -182,14 +185,14 @@ class Sums(tf.Module):
 
     def num_whole(self) -> int:
         """In eager code: how many micro-batches there are, without one that was added in part."""
-        count = int(self.count.numpy())
-        return count if count >= 0 else ~count
+        num = int(self.count.numpy())
+        return num if num >= 0 else ~num
 
     def present(self) -> list[int]:
         """The variables that got a gradient in this window; in a graph, those that it is to be made for."""
         with tf.init_scope():  # the window may be older than the graph
-            found = {int(k) for k in np.flatnonzero(self.has_gradient.numpy())}
-        return sorted(found if tf.executing_eagerly() else found | self._in_graphs)
+            so_far = {int(k) for k in np.flatnonzero(self.has_gradient.numpy())}
+        return sorted(so_far if tf.executing_eagerly() else so_far | self._in_graphs)
 
     def read(self, present: Collection[int]) -> tuple[list[Gradient], tf.Tensor, tf.Tensor]:
         """On a replica: gradients, weight and losses, reduced over all replicas."""

@@ -53,7 +53,7 @@ class Update(tf.Module):
         skipped_steps: Records steps that are not finite.
         exclusive: Is told that the variables have changed.
         clip_norm: The largest norm of the gradient; None for any.
-        clip_value: The largest value in the gradient; None for any.
+        clip_value: The largest absolute value in the gradient; None for any.
     """
 
     clip_norm, clip_value = Option(check_clip), Option(check_clip)
@@ -94,31 +94,32 @@ class Update(tf.Module):
         warn_of_batch_norms(self._model)
 
     def __call__(self, summed: Summed, *, is_loss_checked: bool = True) -> Result:
-        """Applies the gradient if it is finite and counts anything; across replicas.
+        """Applies the gradient if it is finite and the window has any weight; across replicas.
 
         Args:
             summed: What the window adds up to, on each replica.
             is_loss_checked: Whether the loss must be finite, too, if the policy says so.
         """
         skipped_steps, is_scaling = self._skipped_steps, self._optimizer.is_scaling
-        clipped, *others = self._strategy.run(self._clip, args=(summed.gradients, summed.total))
-        norm, is_finite, has_weight, losses, total, num = (
-            self._strategy.experimental_local_results(value)[0] for value in (*others, *summed[1:])
+        clipped, *clipping = self._strategy.run(self._clip, args=(summed.gradients, summed.total))
+        norm, is_finite, has_weight = map(self._of_one_replica, clipping)
+        losses, total, num_micro_batches = map(
+            self._of_one_replica, (summed.losses, summed.total, summed.num_micro_batches)
         )
         if is_loss_checked and skipped_steps.policy.needs_finite_loss and not is_scaling:
             is_finite &= tf.reduce_all(tf.math.is_finite(losses))
 
         def apply() -> None:
-            with self._optimizer.reduced_already():
-                self._strategy.run(lambda found: self._optimizer.apply(found, self._model), args=(clipped,))
+            with self._optimizer.without_reduction():
+                self._strategy.run(lambda grads: self._optimizer.apply(grads, self._model), args=(clipped,))
             if is_scaling:
                 tf.cond(is_finite, skipped_steps.applied, record)
             else:
                 skipped_steps.applied()
 
         def record() -> None:
-            first = self._strategy.run(gradients.first_not_finite, args=(clipped,))
-            skipped_steps.skipped(self.num_steps + 1, self._strategy.experimental_local_results(first)[0])
+            variable = self._strategy.run(gradients.first_not_finite, args=(clipped,))
+            skipped_steps.skipped(self.num_steps + 1, self._of_one_replica(variable))
 
         def skip() -> None:
             record()
@@ -132,20 +133,28 @@ class Update(tf.Module):
             lambda: tf.cond(has_weight, skip, skipped_steps.without_weight),
         )
         self.num_steps.assign_add(1)
-        return Result(losses, total, norm, has_weight & is_finite, num, tf.identity(skipped_steps.record))
+        return Result(losses, total, norm, has_weight & is_finite, num_micro_batches, tf.identity(skipped_steps.record))
 
-    def _clip(self, found: list[Gradient], total: tf.Tensor) -> tuple[Any, ...]:
-        """On a replica: the clipped gradient, its norm before, whether that is finite, and whether anything counts."""
-        if all(g is None for g in found):
+    def _of_one_replica(self, value: Any) -> tf.Tensor:
+        """A value that all replicas have alike, as one tensor."""
+        return self._strategy.experimental_local_results(value)[0]
+
+    def options(self) -> tuple[Any, ...]:
+        """The options that are built into a graph. If one changes, the graph must be made again."""
+        return self.clip_norm, self.clip_value, self._skipped_steps.policy.on_nonfinite
+
+    def _clip(self, grads: list[Gradient], total: tf.Tensor) -> tuple[Any, ...]:
+        """On a replica: the clipped gradient, its norm before, whether that is finite, and if there is any weight."""
+        if all(g is None for g in grads):
             raise LossError("the loss reached none of the model's trainable variables: compute it with the model")
         loss_scale = self._optimizer.scaled(tf.ones([], WEIGHT))
-        norm = gradients.norm(found) / loss_scale
+        norm = gradients.norm(grads) / loss_scale
         if self.clip_norm is not None:
-            found = gradients.clipped_by_norm(found, norm, self.clip_norm)
+            grads = gradients.clipped_by_norm(grads, norm, self.clip_norm)
         if self.clip_value is not None:
-            found = gradients.clipped_by_value(found, self.clip_value, loss_scale)
+            grads = gradients.clipped_by_value(grads, self.clip_value, loss_scale)
         has_weight = tf.reduce_any(total > 0) | (self._reduction == "sum")
-        return found, norm, tf.math.is_finite(norm), has_weight
+        return grads, norm, tf.math.is_finite(norm), has_weight
 
     def step(self, result: Result, micro_batch_size: int | None = None) -> Step:
         """In eager code: what was done, for the user; raises or stops first if a step was skipped and they want that.
@@ -154,7 +163,7 @@ class Update(tf.Module):
             result: What the update returned.
             micro_batch_size: The size of the largest micro-batch, if it is known.
         """
-        losses, total, norm, is_applied, num, record = result
+        losses, total, norm, is_applied, num_micro_batches, record = result
         is_scaling = self._optimizer.is_scaling
         if record is not None and self._skipped_steps.report(record, self._model, is_scaling=is_scaling):
             self._exclusive.changed()
@@ -162,7 +171,7 @@ class Update(tf.Module):
             terms=lambda: tuple(map(float, losses)),
             weight=lambda: from_terms(tuple(map(float, total))),
             grad_norm=lambda: float(norm),
-            num_micro_batches=lambda: int(num),
+            num_micro_batches=lambda: int(num_micro_batches),
             micro_batch_size=micro_batch_size,
             is_applied=lambda: bool(is_applied),
             reduction=self._reduction,

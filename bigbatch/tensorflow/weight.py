@@ -1,4 +1,4 @@
-"""Weights as tensors: how a weight is read and checked, in eager code and in graphs."""
+"""Reads the weight that a user passed, checks it and adds it up to one tensor, in eager code and in graphs."""
 
 from typing import Any
 

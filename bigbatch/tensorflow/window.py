@@ -1,4 +1,4 @@
-"""A window that is fed one micro-batch at a time, and may outlive a call: its sums are in variables."""
+"""A partly filled window: its sums so far, in variables that outlive a call."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ _BAD_STEPS = "accumulation_steps(step) is less than 1: return a whole number of 
 
 
 class PartialWindow(tf.Module):
-    """What a window has so far: of `add()`, or of `step()` with a window of micro-batches.
+    """The sums of the window that `add()` fills, or `step()` with a `Window` of micro-batches.
 
-    Gradients are added up times their share. If the total weight W is known, that is w / W. `add()` does not know it,
-    so there the reference is 1: gradients are added up times w, and divided by W at the end.
+    The caller multiplies gradients by their share before they are added. `step()` knows the total weight W, so its
+    shares are w / W. `add()` does not know it yet: it multiplies by w, and `summed` divides by W at the end.
 
     Args:
         model: Its trainable variables have the sums.
@@ -99,11 +99,11 @@ class PartialWindow(tf.Module):
         """
         if self._sums is None or self._sums.is_whole():
             return
-        count = self.num_micro_batches()
+        num = self.num_micro_batches()
         self.clear()
-        if count:
+        if num:
             raise OrderError(
-                f"add() was interrupted when its window had {count} micro-batches, so a part of the next one may have "
+                f"add() was interrupted when its window had {num} micro-batches, so a part of the next one may have "
                 "been added, and the window was dropped: feed its micro-batches again"
             )
 
@@ -113,14 +113,14 @@ class PartialWindow(tf.Module):
         Args:
             now: How often they have been changed.
         """
-        count = self.num_micro_batches()
-        if not count or self._seen is None:
+        num = self.num_micro_batches()
+        if not num or self._seen is None:
             self._seen = now
         opened_at = int(self.sums.opened_at.numpy())
-        if count and (self._seen != now or opened_at not in (-1, int(self._optimizer.num_steps()))):
+        if num and (self._seen != now or opened_at not in (-1, int(self._optimizer.num_steps()))):
             self.clear()
             raise OrderError(
-                f"the variables were changed by another step in the middle of a window of {count} micro-batches, whose "
+                f"the variables were changed by another step in the middle of a window of {num} micro-batches, whose "
                 "gradient would be that of two models, so the window was dropped: flush() before anything else steps"
             )
 
@@ -135,11 +135,11 @@ class PartialWindow(tf.Module):
             raise GradientError("no variable got a gradient in this window: compute the loss with the model")
 
         def on_replica() -> Summed:
-            found, weight, losses = self.sums.read(present)
+            grads, weight, losses = self.sums.read(present)
             if total is None and self._reduction == "mean":
                 rest = share(1.0, weight, where)
-                found, losses = gradients.scaled(found, rest), losses * rest
-            return Summed(found, losses, weight[None] if total is None else total, tf.identity(self.sums.count))
+                grads, losses = gradients.scaled(grads, rest), losses * rest
+            return Summed(grads, losses, weight[None] if total is None else total, tf.identity(self.sums.count))
 
         summed: Summed = self._strategy.run(on_replica)
         return summed

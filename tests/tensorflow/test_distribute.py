@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from bigbatch import OrderError, Step, Window
+from bigbatch import LossError, OrderError, Step, Window
 from bigbatch.core.window import cuts
 from bigbatch.tensorflow import Accumulator
 from bigbatch.tensorflow.batch import any_size
@@ -337,8 +337,37 @@ def test_reduction_sum() -> None:
     batch = make_batch(22)
     full = full_batch(make_model(), make_optimizer(), [batch], summed)
     accumulator = make(loss=summed, reduction="sum")
-    assert accumulator.step(on_replicas(batch, (14, 8))).loss == pytest.approx(float(summed(make_model(), batch)))
+    step = accumulator.step(on_replicas(batch, (14, 8)))
+    assert step.loss == pytest.approx(float(summed(make_model(), batch)))
+    assert step.weight == 22
     assert_same(accumulator.model, full, make_model())
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("way", ["batch", "window"])
+def test_a_replica_without_a_sample_adds_nothing_to_a_sum(way: str) -> None:
+    """The loss is never called with 0 samples: a mean over nothing would be NaN, and some losses raise."""
+
+    def loss(model: Any, batch: Batch) -> Any:
+        with tf.control_dependencies([tf.debugging.assert_positive(tf.shape(batch["y"])[0])]):
+            values = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["y"], model(batch["x"]))
+        return tf.reduce_mean(values)
+
+    batch = make_batch(3)
+    full = full_batch(make_model(), make_optimizer(), [batch], loss)
+    accumulator = make(loss=loss, reduction="sum")
+    spread = on_replicas(batch, (3, 0))
+    step = accumulator.step(Window([spread]) if way == "window" else spread)
+    assert step.loss == pytest.approx(float(loss(make_model(), batch)))
+    assert_same(accumulator.model, full, make_model())
+
+
+@pytest.mark.parametrize("way", ["batch", "window"])
+def test_a_loss_without_the_model_is_refused(way: str) -> None:
+    accumulator = make(loss=lambda model, batch: tf.reduce_mean(batch["x"]))
+    batch = on_replicas(make_batch(6), (4, 2))
+    with pytest.raises(LossError, match="reached none of the model's trainable variables"):
+        accumulator.step(Window([batch]) if way == "window" else batch)
 
 
 def test_a_batch_without_a_sample_changes_nothing() -> None:

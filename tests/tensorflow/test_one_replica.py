@@ -447,7 +447,7 @@ def test_loss_set_later_is_tried_too_and_variables_are_restored() -> None:
     with mirrored().scope(), pytest.warns(BigBatchWarning, match="BatchNormalization"):
         model = normalised()
         accumulator = Accumulator(model, keras.optimizers.SGD(0.1), mean, 22)
-    accumulator._begin(spread(accumulator.strategy, on_replicas((14, 8))))
+    accumulator._prepare_for(spread(accumulator.strategy, on_replicas((14, 8))))
     for v, fresh in zip(model.non_trainable_variables, normalised().non_trainable_variables, strict=True):
         if v.dtype == "float64":  # not the seed
             np.testing.assert_array_equal(v.numpy(), fresh.numpy())

@@ -16,7 +16,15 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from ...tensorflow.batch import Layout, any_size, is_tensor, num_samples, numbered, part, rows
+from ...tensorflow.batch import (
+    Layout,
+    any_size,
+    is_tensor,
+    num_samples,
+    slice_rows,
+    slice_rows_for_xla,
+    take_micro_batch,
+)
 from ...tensorflow.distributed import replicas
 from ...tensorflow.distributed.one_replica import Share, one_replica
 from ...tensorflow.internals import outside_of_scopes, without_reduction
@@ -157,7 +165,10 @@ class BackendStep:
 
         def add(k: Any, state: Any) -> Any:
             tensors = layout.tensors
-            cut = [rows(t, k * micro, micro) if is_for_xla else numbered(t, k, micro) for t in tensors]
+            cut = [
+                slice_rows_for_xla(t, k * micro, micro) if is_for_xla else take_micro_batch(t, k, micro)
+                for t in tensors
+            ]
             carry, found = body(layout.pack(cut), state[0])
             return k + 1, (carry, [array.write(k, tensor) for array, tensor in zip(state[1], found, strict=True)])
 
@@ -168,7 +179,7 @@ class BackendStep:
         joined = [_flat(array.stack()) for array in arrays]
 
         def last() -> Any:
-            return body(layout.pack([rows(t, size - rest, rest) for t in layout.tensors]), carry)
+            return body(layout.pack([slice_rows_for_xla(t, size - rest, rest) for t in layout.tensors]), carry)
 
         def nothing() -> Any:
             return carry, [tf.zeros(tf.concat([[rest], tf.shape(j)[1:]], 0), j.dtype) for j in joined]
@@ -210,7 +221,7 @@ class BackendStep:
         batch = tree.map_structure(_as_tensor, _of_first_replica(self.model.distribute_strategy, batch))
         self.step.spec(batch, lambda: self._inspect(batch))  # builds what is not built
         with outside_of_scopes(), _full_precision():
-            return self.step.measure_eagerly(batch, part)
+            return self.step.measure_eagerly(batch, slice_rows)
 
     # --- instead of methods of Keras 3.15 that fail under a strategy ------------------------------------------
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from ...core.errors import BigBatchError, LossError
 from ...core.weight import as_terms
-from ..batch import Layout, batch_size, part
+from ..batch import Layout, batch_size, slice_rows
 from ..layers import dropout_off
 from .one_replica import Share, one_replica
 from .replicas import as_tf_variable
@@ -39,15 +39,15 @@ def check_is_mean(
     if not all(isinstance(t, tf.Tensor | tf.distribute.DistributedValues) for t in layout.tensors):
         return
     share = Share(1)
-    found: list[tuple[Sequence[Any], Sequence[Any]]] = []
+    tried: list[tuple[Sequence[Any], Sequence[Any]]] = []
 
     def on_replica(*own: Any) -> None:
-        one = [part(t, 0, 1) for t in own]
+        one = [slice_rows(t, 0, 1) for t in own]
         samples = [layout.pack([t if t.shape.rank == 0 else tf.concat([t] * k, 0) for t in one]) for k in (1, 2, 3)]
         with one_replica(share):
             losses = [as_terms(loss(model, each)) for each in samples]
         weights = [(batch_size(Layout(s)),) if weight is None else as_terms(weight(s)) for s in samples]
-        found.extend(zip(zip(*losses, strict=True), zip(*weights, strict=True), strict=True))
+        tried.extend(zip(zip(*losses, strict=True), zip(*weights, strict=True), strict=True))
 
     held = [(v, tf.identity(as_tf_variable(v))) for v in model.variables if not v.trainable]
     try:
@@ -60,7 +60,7 @@ def check_is_mean(
             v.assign(value)
     if share.is_used:  # bigbatch knows what the loss divides by
         return
-    for values, weights in found:
+    for values, weights in tried:
         first, *_, last = (float(tf.reduce_sum(tf.cast(w, tf.float64))) for w in weights)
         if last == 3 * first > 0:
             _check_values(values)

@@ -51,7 +51,7 @@ def one_replica(share: Share) -> Iterator[None]:
         _here.share = before
 
 
-def check_loss() -> None:
+def check_not_divided() -> None:
     """On a replica: raises LossError if the loss divided by the number of replicas, or by the whole batch."""
     context = tf.distribute.get_replica_context()
     if context in _asking:
@@ -77,7 +77,7 @@ def _num_replicas(real: int) -> int:
     return real
 
 
-def _averaging(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _patched_compute_average_loss(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:
         value = plain(per_example_loss, sample_weight, global_batch_size)
@@ -107,11 +107,12 @@ def _is_of_micro_batch(global_batch_size: Any, per_example_loss: Any) -> Any:
     return tf.equal(tf.cast(global_batch_size, tf.int64), tf.shape(per_example_loss, tf.int64)[0])
 
 
-def _having(plain: Callable[[], bool]) -> Callable[[], bool]:
+def _patched_has_strategy(plain: Callable[[], bool]) -> Callable[[], bool]:
     return functools.wraps(plain)(lambda: _here.share is None and plain())
 
 
 internals.replace_num_replicas(_num_replicas)
 internals.trace_apart(lambda: "" if _here.share is None else "one replica")
-internals.replace_public("nn", "compute_average_loss", _averaging)
-internals.replace_public("distribute", "has_strategy", _having)  # tf_keras's losses refuse a mean if there is one
+internals.replace_public("nn", "compute_average_loss", _patched_compute_average_loss)
+# tf_keras's losses refuse a mean if there is a strategy
+internals.replace_public("distribute", "has_strategy", _patched_has_strategy)

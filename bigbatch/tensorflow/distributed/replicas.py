@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from ...core.errors import BatchError, WeightError
-from ..batch import Layout, batch_size, part
+from ..batch import Layout, batch_size, slice_rows
 from ..gradients import Gradient, dense
 from ..weight import WEIGHT
 
@@ -83,7 +83,7 @@ def _cut(strategy: tf.distribute.Strategy, tensor: Any, size: int) -> Any:
 
     def rows(_: Any) -> Any:
         start = next(starts)
-        return part(tensor, start, min(start + each, size))
+        return slice_rows(tensor, start, min(start + each, size))
 
     return strategy.experimental_distribute_values_from_function(rows)
 
@@ -120,13 +120,13 @@ def reduce(sums: Sequence[Gradient], others: list[tf.Tensor]) -> tuple[list[Grad
     A call takes one dtype only, so the others travel in the widest that gradients have.
     """
     present = [k for k, g in enumerate(sums) if g is not None]
-    dtypes = sorted({sums[k].dtype for k in present}, key=lambda dtype: dtype.size)
+    dtypes = sorted({sums[k].dtype for k in present}, key=lambda dtype: dtype.size) or [WEIGHT]
     context = tf.distribute.get_replica_context()
-    found: list[Gradient] = [None] * len(sums)
+    reduced: list[Gradient] = [None] * len(sums)
     for dtype in dtypes:
         places = [k for k in present if sums[k].dtype == dtype]
         along = [tf.cast(other, dtype) for other in others] if dtype is dtypes[-1] else []
         added = context.all_reduce(tf.distribute.ReduceOp.SUM, [*(dense(sums[k]) for k in places), *along])
         for k, g in zip(places, added, strict=False):
-            found[k] = g
-    return found, [tf.cast(value, WEIGHT) for value in added[len(places) :]]
+            reduced[k] = g
+    return reduced, [tf.cast(value, WEIGHT) for value in added[len(places) :]]

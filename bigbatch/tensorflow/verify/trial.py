@@ -16,7 +16,7 @@ from ...core.weight import Reduction, Terms, as_terms, shares
 from ...core.window import Window, cuts
 from ..accumulator import Accumulator
 from ..backward import Loss, Weight
-from ..batch import Layout, batch_size, part
+from ..batch import Layout, batch_size, slice_rows
 from ..distributed.one_replica import Share, one_replica
 from ..distributed.replicas import as_tf_variable
 from ..gradients import dense
@@ -56,7 +56,9 @@ class Trial(trial.Trial):
         self.batch = layout.pack(layout.tensors)
         self.parts = parts = [range(rows.start, rows.stop) for rows in cuts(batch_size(layout), micro_batch_size)]
         self.epsilon = max((_epsilon_of(v.dtype) for v in model.trainable_variables), default=_epsilon_of("float64"))
-        self.micro_batches = [layout.pack([part(t, rows.start, rows.stop) for t in layout.tensors]) for rows in parts]
+        self.micro_batches = [
+            layout.pack([slice_rows(t, rows.start, rows.stop) for t in layout.tensors]) for rows in parts
+        ]
         self._held = [(v, tf.identity(as_tf_variable(v))) for v in model.variables]
         self._dropouts = [layer.name for layer in dropouts(model)]
 
@@ -98,13 +100,13 @@ class Trial(trial.Trial):
     def _weight_of(self, batch: Any) -> Terms:
         if self.weight is None:
             return (batch_size(Layout(batch)),)
-        found = as_terms(self.weight(batch))
-        return tuple(float(tf.reduce_sum(tf.cast(w, tf.float64))) for w in found)
+        weights = as_terms(self.weight(batch))
+        return tuple(float(tf.reduce_sum(tf.cast(w, tf.float64))) for w in weights)
 
     def _share_of(self, batch: Any) -> Share:
         """The share of the whole batch, for a loss that divides by the size of the whole batch."""
-        found = shares(self._weight_of(batch), self._weight_of(self.batch), self.reduction)
-        return Share(found[0] if len(found) == 1 else None)
+        by_term = shares(self._weight_of(batch), self._weight_of(self.batch), self.reduction)
+        return Share(by_term[0] if len(by_term) == 1 else None)
 
     def notes(self) -> list[str]:
         if not self._dropouts:
@@ -135,8 +137,8 @@ class Trial(trial.Trial):
                 terms = as_terms(self._loss(self.model, batch))
                 total = tf.add_n([tf.reshape(t, []) for t in terms]) if term is None else tf.reshape(terms[term], [])
             self.epsilon = max(self.epsilon, _epsilon_of(total.dtype))
-            found = tape.gradient(total, [as_tf_variable(v) for _, v in named])
-        gradient = {name: dense(g).numpy() for (name, _), g in zip(named, found, strict=True) if g is not None}
+            grads = tape.gradient(total, [as_tf_variable(v) for _, v in named])
+        gradient = {name: dense(g).numpy() for (name, _), g in zip(named, grads, strict=True) if g is not None}
         return gradient, float(total)
 
     def _named(self) -> list[tuple[str, Any]]:
