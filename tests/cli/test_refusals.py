@@ -112,7 +112,7 @@ BAD_NUMBERS: dict[str, tuple[list[Any], str]] = {
         ["--precision", "int3"],
         '--precision=\'int3\' is unknown: pass "float32", "bf16" or "fp16"',
     ),
-    "checkpoints never": (["--checkpoint-every", 0], "--checkpoint-every 0: a checkpoint every '0' is unknown"),
+    "checkpoints never": (["--checkpoint-every", 0], "--checkpoint-every 0: cannot read '0' as an interval"),
     "an unknown unit": (["--checkpoint-every", "3weeks"], "pass a number of steps such as 100, or a time, 10min"),
     "an unknown way": (
         ["--on-nonfinite", "pray"],
@@ -144,7 +144,7 @@ def test_missing_device(tmp_path: Path) -> None:
         ("batch_size = ", "is not a TOML file"),
         ("bach_size = 3", "has the unknown option 'bach_size'"),
         ('lr = "big"', "--lr must be"),
-        ("checkpoint_every = 1.5", "a checkpoint every 1.5 is unknown"),
+        ("checkpoint_every = 1.5", "cannot read 1.5 as an interval"),
     ],
 )
 def test_bad_config_files(text: str, told: str, tmp_path: Path) -> None:
