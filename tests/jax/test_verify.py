@@ -38,7 +38,7 @@ def test_names_are_paths():
 def test_weight_that_disagrees_with_the_loss():
     found = verify(language(), tokens(3, 60, 17, 40, 5), tokens_loss, 2)
     assert not found.is_exact
-    assert "the weight disagrees with the loss's own mean" in found.causes[0]
+    assert "return from `weight` the number of samples or tokens the loss averages over" in found.causes[0]
 
 
 def test_a_sum():

@@ -73,7 +73,7 @@ def test_dropout_is_switched_off_and_reported():
 
 def test_wrong_weight_and_coupled_samples_are_named():
     found = verify(classifier(), (X, Y), loss, 16, weight=lambda batch: 1)
-    assert "the weight disagrees with the loss's own mean" in only(found.causes)
+    assert "return from `weight` the number of samples or tokens the loss averages over" in only(found.causes)
     found = verify(classifier(), (X, Y), lambda model, batch: tf.math.reduce_variance(model(batch[0])), 16)
     assert "the loss couples the samples" in only(found.causes)
 

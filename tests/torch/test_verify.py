@@ -81,7 +81,7 @@ def test_result_prints_as_a_table() -> None:
     text = str(verify(classifier(), data(), loss, 16))
     assert "parameter" in text
     assert "3.weight" in text or "2.weight" in text
-    assert "\nexact: the largest error is" in text
+    assert "\nexact: largest error of a parameter" in text
 
 
 # --- causes ------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_labels_counted_without_the_shift_are_named() -> None:
         return (batch["y"][:, 1:] != IGNORED).sum()
 
     found = verify(Language(), batch, shifted, 2, weight=unshifted)
-    assert "the weight disagrees with the loss's own mean" in only(found.causes)
+    assert "return from `weight` the number of samples or tokens the loss averages over" in only(found.causes)
     assert verify(Language(), batch, shifted, 2, weight=right).is_exact
 
 
@@ -326,8 +326,11 @@ def without_the_last(model: nn.Module, micro_batches: list[Batch]) -> None:
     [
         (divided_by(lambda n: n), r"divided by the number of micro-batches \(4\) although their weights differ"),
         (divided_by(lambda n: 1), "not divided"),
-        (divided_by(lambda n: 8), "short window under-scaled: divided by 8 although the window has 4"),
-        (by_the_full_size, "short window under-scaled: divided by the size of a full window"),
+        (
+            divided_by(lambda n: 8),
+            "the loop divides by 8, but this window has only 4 micro-batches, so its gradient is too small",
+        ),
+        (by_the_full_size, "the loop divides by the size of a full window, but this window is smaller"),
         (twice, "2 times too large: gradients of an earlier window were not zeroed"),
         (zeroed_each_time, "gradients are zeroed between micro-batches"),
         (clipped_each_time, "clipped after each micro-batch"),
