@@ -37,11 +37,12 @@ def _flag(
         check: Raises OptionError if the value is wrong; it gets the name of the flag and the value.
         kind: What the flag is parsed as.
         passed_on: What the option is called in each framework that takes its value unchanged: `Config.for_framework`
-            returns it under that name. Leave it out if the option works in all frameworks.
-        read_by: Frameworks whose engine uses the option in another way.
-        elsewhere: What the other frameworks do instead. They refuse the option.
+            returns it under that name.
+        read_by: The frameworks whose engine reads the option itself. An option without `passed_on` and `read_by`
+            is for all frameworks.
+        elsewhere: What the other frameworks, which refuse the option, do instead.
     """
-    takers = [name for name in FRAMEWORKS if not passed_on or name in passed_on or name in read_by]
+    takers = [name for name in FRAMEWORKS if not (passed_on or read_by) or name in (*passed_on, *read_by)]
     about = {"passed_on": passed_on, "takers": takers, "elsewhere": elsewhere}
     metadata = {"help": text, "check": check, "kind": kind, **about}
     return field(default=default, metadata=metadata)

@@ -65,7 +65,7 @@ class RunFolder:
         self._open = {}
 
     def history(self) -> bytes:
-        """The history so far. While the file is open, it is read from there, because its name may lead to another file."""
+        """The history so far. The open file is read, if there is one: its name may lead to another file now."""
         if HISTORY not in self._open:
             return (self.path / HISTORY).read_bytes()
         self._open[HISTORY].seek(0)  # writing still appends
