@@ -59,7 +59,7 @@ class Fixed(Option):
 
 
 class OptionOf:
-    """An option that a part of the object holds and checks: `accumulator.max_skipped` is that of its update.
+    """An option that a part of the object holds and checks: `max_skipped = OptionOf("_nonfinite")`.
 
     Args:
         part: The attribute with the part.

@@ -51,7 +51,7 @@ class Step:
         is_applied: Whether the parameters were updated. False if the total weight was 0, or if the gradient was not
             finite.
         reduction: "mean" or "sum": how the losses of the samples become that of the batch.
-        noise_scale: The gradient noise scale, if you measure it; the accumulators leave it None.
+        noise_scale: The gradient noise scale. Nothing measures it yet, so it is None.
     """
 
     terms: _Fetched[Terms] = _Fetched()

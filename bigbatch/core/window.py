@@ -1,5 +1,6 @@
 """Groups a stream of micro-batches into windows, and says where a batch is cut."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, pairwise
 from typing import Any, Generic, TypeVar, overload
@@ -102,9 +103,22 @@ def steps_at(accumulation_steps: AccumulationSteps, step: int) -> int:
     return accumulation_steps
 
 
-def cuts(batch_size: int, micro_batch_size: int) -> list[slice]:
-    """Where a batch is cut into micro-batches: all are full but the last, which has the rest."""
-    return [slice(start, min(start + micro_batch_size, batch_size)) for start in range(0, batch_size, micro_batch_size)]
+@functools.lru_cache
+def cuts(batch_size: int, micro_batch_size: int, *, avoid_single_sample: bool = False) -> tuple[slice, ...]:
+    """Where a batch is cut into micro-batches: all are full but the last, which has the rest.
+
+    TensorFlow and JAX compute the same places inside of their graphs.
+
+    Args:
+        batch_size: The number of samples.
+        micro_batch_size: The size of a full micro-batch.
+        avoid_single_sample: Whether a last micro-batch of one sample gets a second one from the micro-batch before, if
+            that has more than two: BatchNorm has no statistics of a single sample.
+    """
+    stops = [*range(micro_batch_size, batch_size, micro_batch_size), batch_size]
+    if avoid_single_sample and len(stops) > 1 and batch_size % micro_batch_size == 1 and micro_batch_size > 2:
+        stops[-2] -= 1
+    return tuple(slice(start, stop) for start, stop in pairwise([0, *stops]))
 
 
 def rank_slices(batch_size: int, num_ranks: int) -> list[slice]:

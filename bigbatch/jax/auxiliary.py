@@ -9,13 +9,13 @@ from jax.tree_util import keystr
 
 from ..core.errors import OptionError
 from ..core.options import check_choice
-from .batch import is_typed_key
+from .arguments import is_typed_key
 
 _WAYS = ("auto", "concatenate", "sum", "mean")
 
 
 @dataclass(frozen=True)
-class _Combine:
+class Combine:
     """How each leaf of aux is combined."""
 
     structure: Any
@@ -52,7 +52,7 @@ class AuxSpec:
             check_choice("aux", word, _WAYS)
         return cls(structure, tuple(words))
 
-    def combine(self, like: Any, longer: Any, size: int) -> _Combine:
+    def combine(self, like: Any, longer: Any, size: int) -> Combine:
         """How to combine each leaf: `like` is aux for `size` samples, `longer` for twice as many.
 
         A leaf that is longer there has a row for each sample.
@@ -68,7 +68,7 @@ class AuxSpec:
             ) from error
         each = zip(leaves, jax.tree.leaves(longer), words, strict=True)
         ways = [_way_of(f"aux{keystr(path)}", leaf, more, word, size) for (path, leaf), more, word in each]
-        return _Combine(structure, tuple(ways))
+        return Combine(structure, tuple(ways))
 
 
 def _way_of(name: str, leaf: Any, more: Any, word: str, size: int) -> str:

@@ -12,7 +12,7 @@ from ..core.checkpoint.loop import Resumable
 from ..core.checkpoint.serialize import Array, as_array
 from ..core.errors import OptionError, OrderError, StateError
 from ..core.history import History
-from .batch import is_typed_key
+from .arguments import is_typed_key
 
 
 class Checkpoints(Resumable):

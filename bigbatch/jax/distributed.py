@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..core.errors import BatchError, OptionError
-from .batch import Arrays
+from .arguments import Arrays
 from .internals import calls, is_traced, varying
 
 Axes = tuple[str, ...]
@@ -73,7 +73,7 @@ def _guess(rows: Sequence[Any], micro_batch_size: int) -> Placement | None:
     placement = Placement(mesh, axes, is_guess=True)
     try:
         placement.local_size(micro_batch_size, rows[0].shape[0])
-    except (BatchError, OptionError):  # a guess is no reason to ask the user for other sizes
+    except (BatchError, OptionError):  # if the guess does not fit the sizes, do without it instead of raising
         return None
     return placement if axes else None
 
@@ -126,7 +126,7 @@ def axes_of(entry: Any) -> Axes:
 # --- inside of shard_map ---------------------------------------------------------------------------------------
 
 
-def vary(tree: Any, axes: Iterable[str]) -> Any:
+def mark_varying(tree: Any, axes: Iterable[str]) -> Any:
     """The same values, marked as varying over these axes, so that JAX does not reduce their gradients by itself."""
 
     def cast(leaf: Any) -> Any:
@@ -202,8 +202,8 @@ def on_mesh(placement: Placement, function: Callable[..., Any], leaves: list[Any
     aux. It reduces all but the rows over the devices.
     """
     before = [jax.typeof(leaf).sharding for leaf in leaves]
-    is_moved = [_is_spread_both_ways(leaf, placement) for leaf in leaves]
-    leaves = [_gathered(leaf, placement) if moved else leaf for leaf, moved in zip(leaves, is_moved, strict=True)]
+    needs_reshard = [_is_also_spread_over_other_axes(leaf, placement) for leaf in leaves]
+    leaves = [_gathered(leaf, placement) if moved else leaf for leaf, moved in zip(leaves, needs_reshard, strict=True)]
     shards = [Shard.of(leaf, placement.axes) for leaf in leaves]
     specs, rows, whole = [shard.spec for shard in shards], PartitionSpec(placement.axes), PartitionSpec()
 
@@ -222,7 +222,8 @@ def on_mesh(placement: Placement, function: Callable[..., Any], leaves: list[Any
     keys, others = jax.tree.map(lambda leaf: _gathered(leaf, placement), arrays[1:])
     value, gradient, *aux = mapped(leaves, Arrays([_spread(row, placement) for row in arrays.rows], keys, others))
     moved_back = [
-        jax.reshard(g, sharding) if moved else g for g, sharding, moved in zip(gradient, before, is_moved, strict=True)
+        jax.reshard(g, sharding) if moved else g
+        for g, sharding, moved in zip(gradient, before, needs_reshard, strict=True)
     ]
     return value, moved_back, *aux
 
@@ -250,7 +251,7 @@ def _gathered(leaf: Any, placement: Placement) -> Any:
     return jax.reshard(leaf, NamedSharding(placement.mesh, PartitionSpec(*left)))
 
 
-def _is_spread_both_ways(leaf: Any, placement: Placement) -> bool:
+def _is_also_spread_over_other_axes(leaf: Any, placement: Placement) -> bool:
     """Whether an array is spread over axes of the batch and over others."""
     axes = {axis for entry in jax.typeof(leaf).sharding.spec for axis in axes_of(entry)}
     return _is_explicit(placement) and bool(axes & set(placement.axes)) and bool(axes - set(placement.axes))

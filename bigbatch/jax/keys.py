@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .batch import Arrays, Form, is_typed_key, num_rows
+from .arguments import ArgumentLayout, Arrays, is_typed_key, num_rows
 from .distributed import Axes
 
 Rng = Literal["per_micro_batch", "per_sample"] | None
@@ -26,7 +26,7 @@ def for_micro_batch(keys: list[Any], rng: Rng, number: Any, axes: Axes) -> list[
     return [_for_each(folded, key) for key in keys]
 
 
-def for_samples(form: Form, arrays: Arrays, axes: Axes) -> tuple[Form, Arrays]:
+def for_samples(layout: ArgumentLayout, arrays: Arrays, axes: Axes) -> tuple[ArgumentLayout, Arrays]:
     """Splits every key into one for each sample, which are cut like the samples.
 
     A sample gets the same key however the batch is cut and however many devices there are.
@@ -44,9 +44,9 @@ def for_samples(form: Form, arrays: Arrays, axes: Axes) -> tuple[Form, Arrays]:
         found = _for_each(split, key)
         return jnp.moveaxis(found, key.ndim, 0) if is_typed_key(key) else found
 
-    found = [by_sample(next(keys)) if role == "key" else next(rows) for role in form.roles if role in ("rows", "key")]
-    roles = tuple("rows" if role == "key" else role for role in form.roles)
-    return replace(form, roles=roles), Arrays(found, [], arrays.whole)
+    found = [by_sample(next(keys)) if role == "key" else next(rows) for role in layout.roles if role in ("rows", "key")]
+    roles = tuple("rows" if role == "key" else role for role in layout.roles)
+    return replace(layout, roles=roles), Arrays(found, [], arrays.whole)
 
 
 def _for_each(function: Callable[[Any], Any], keys: Any) -> Any:

@@ -23,8 +23,8 @@ class Cut:
     Args:
         num_samples: The size of the batch.
         size: The size of a full micro-batch, at most that of the batch.
-        num_parts: The number of parts, a divisor of `size`: 1 for consecutive samples, the number of devices, or `size`
-            if that number is not known.
+        num_parts: How many equal parts of the batch each micro-batch draws from. 1: consecutive samples. The number of
+            devices: no sample changes device. `size`: right for any number of devices that divides it.
     """
 
     num_samples: int

@@ -11,8 +11,7 @@ import optax
 from ..core.errors import LossError, OptionError, StateError, WeightError
 from ..core.options import check_choice, positive
 from ..core.weight import Reduction, check_reduction, counted, is_number, share
-from .batch import checked_weight
-from .gradients import check_gradients, is_finite
+from .checks import check_gradients, checked_weight, is_finite
 from .internals import is_traced
 
 _NonFinite = Literal["window", "micro_batch", "keep"]
@@ -176,7 +175,7 @@ def multi_steps(
         is_full = (num >= _steps_at(accumulation_steps, state.step)) | flush
         is_end = is_full & ~is_idle
 
-        window = _add(state, is_open | is_idle, grads, jnp.where(is_dropped, 0, weight), value, reduction)
+        window = _with_micro_batch(state, is_open | is_idle, grads, jnp.where(is_dropped, 0, weight), value, reduction)
 
         def apply(gradient: Any, inner_state: Any) -> tuple[Any, Any]:
             of_window = {"value": window.value.astype(_wide(value))} if value is not None else {}
@@ -187,7 +186,7 @@ def multi_steps(
         zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(apply, grads, state.inner_state)[0])
 
         def close(inner_state: Any) -> tuple[Any, Any, jax.Array]:
-            gradient = _gradient(window, grads, reduction)
+            gradient = _window_gradient(window, grads, reduction)
             is_applied = (window.weight > 0) & jnp.isfinite(window.weight)
             if non_finite != "keep":
                 is_applied &= is_finite(gradient)
@@ -214,7 +213,7 @@ def _trained(params: Any) -> Any:
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def _add(
+def _with_micro_batch(
     state: _MultiStepsState, is_open: jax.Array, grads: Any, weight: jax.Array, value: Any, reduction: Reduction
 ) -> _MultiStepsState:
     """The window with one more micro-batch; if none is open, it begins at zero."""
@@ -238,7 +237,7 @@ def _add(
     return state._replace(weight=total, value=loss, sums=jax.tree.map(plus, sums, grads))
 
 
-def _gradient(window: _MultiStepsState, grads: Any, reduction: Reduction) -> Any:
+def _window_gradient(window: _MultiStepsState, grads: Any, reduction: Reduction) -> Any:
     """The gradient of the window, in the dtypes of the micro-batch's."""
 
     def finished(sums: jax.Array, gradient: jax.Array) -> jax.Array:

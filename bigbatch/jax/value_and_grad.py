@@ -13,8 +13,8 @@ import numpy as np
 from ..core.errors import OptionError
 from ..core.options import check_callable, check_choice, positive
 from ..core.weight import Reduction, check_reduction
+from .arguments import ArgumentLayout, Arrays, as_numbers, num_rows, split_arguments
 from .auxiliary import AuxSpec
-from .batch import Arrays, Form, as_numbers, num_rows, split_arguments
 from .distributed import Axes, Placement, axes_of, find_placement, on_mesh, spreads
 from .internals import is_traced, varying
 from .keys import Rng, for_samples
@@ -75,7 +75,8 @@ def value_and_grad(
             "per_sample" passes the loss one key for each sample; None passes keys as they are.
         batch_argnums: The numbers of the arguments to cut, if not all are cut.
         sharding: How devices share the batch: a NamedSharding, or the names of axes of the mesh that `jax.set_mesh`
-            sets. None: read from the arrays, outside of `jit` and on explicit axes; guessed from the mesh elsewhere.
+            sets. None: as the arrays are spread. Inside of `jit`, arrays on automatic axes do not show that, so it is
+            guessed from the mesh.
         axes: In your own `shard_map`, the axes over which devices share the batch. None: read from the arrays.
         accumulate_dtype: The dtype to add gradients up in. None: that of the parameter, but at least float32.
 
@@ -92,20 +93,20 @@ def value_and_grad(
     numbers = as_numbers("argnums", argnums)
     cut_numbers = None if batch_argnums is None else as_numbers("batch_argnums", batch_argnums)
     given = None if axes is None else axes_of(axes)
-    compiled = _kept(spec) if _is_bare(loss) and _is_bare(weight) else _compile(spec)
+    compiled = _compile_cached(spec) if _can_be_cached(loss) and _can_be_cached(weight) else _compile(spec)
 
     @functools.wraps(loss)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        form, parameters, arrays = split_arguments(args, kwargs, numbers, cut_numbers)
+        layout, parameters, arrays = split_arguments(args, kwargs, numbers, cut_numbers)
         _check_parameters(parameters)
         placement, inside = None, given
         if jax.sharding.get_abstract_mesh().manual_axes:
             inside = _axes_inside(parameters, arrays.rows) if given is None else given
         elif given is None:
             placement = find_placement(arrays.rows, sharding, size)
-        is_compiled = form.is_hashable and not is_traced((parameters, arrays))
+        is_compiled = layout.is_hashable and not is_traced((parameters, arrays))
         function = compiled if is_compiled else functools.partial(_compute, spec)
-        value, gradient = function(form, placement, inside or (), parameters, arrays)
+        value, gradient = function(layout, placement, inside or (), parameters, arrays)
         return value, gradient if isinstance(argnums, tuple | list) else gradient[0]
 
     return value_and_gradient
@@ -137,28 +138,29 @@ def _compile(spec: Spec) -> Callable[..., Any]:
     return jax.jit(functools.partial(_compute, spec), static_argnums=(0, 1, 2))
 
 
-_kept = functools.lru_cache(maxsize=256)(_compile)
-"""Compiled once for equal options, since many people write `value_and_grad(loss)(…)` in a loop."""
+_compile_cached = functools.lru_cache(maxsize=256)(_compile)
+"""`_compile`, once for equal options, since many people write `value_and_grad(loss)(…)` in a loop."""
 
 
 def _compute(
-    spec: Spec, form: Form, placement: Placement | None, axes: Axes, parameters: Any, arrays: Arrays
+    spec: Spec, layout: ArgumentLayout, placement: Placement | None, axes: Axes, parameters: Any, arrays: Arrays
 ) -> tuple[Any, Any]:
     """The value and the gradient, on one device or on all that share the batch."""
     leaves, structure = jax.tree.flatten(parameters)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     arrays = jax.tree.map(jnp.asarray, arrays)
     if spec.rng == "per_sample":
-        form, arrays = for_samples(form, arrays, axes)
-    traces = []
+        layout, arrays = for_samples(layout, arrays, axes)
+    shapes = []
 
     def on_device(spec: Spec, axes: Axes, leaves: list[Any], arrays: Arrays, shards: Any = None) -> Result:
-        trace = WindowTrace(spec, form, arrays, axes)
-        traces.append(trace)
-        return trace.result(jax.tree.unflatten(structure, leaves), shards)
+        window = WindowTrace(spec, layout, arrays, axes)
+        parameters = jax.tree.unflatten(structure, leaves)
+        shapes.append(window.loss_shape(parameters))
+        return window.result(parameters, shapes[-1], shards)
 
     def call_loss(leaves: list[Any]) -> Any:
-        args, kwargs = form.bind(arrays, jax.tree.unflatten(structure, leaves))
+        args, kwargs = layout.bind(arrays, jax.tree.unflatten(structure, leaves))
         return spec.loss(*args, **kwargs)
 
     if placement is not None and placement.is_guess and spreads(jax.make_jaxpr(call_loss)(leaves).jaxpr):
@@ -171,7 +173,7 @@ def _compute(
     gradient = jax.tree.unflatten(structure, result.gradient)
     if not spec.has_aux:
         return result.value, gradient
-    return (result.value, traces[-1].combine.join(result.aux_rows, result.aux_added)), gradient
+    return (result.value, shapes[-1].combine.join(result.aux_rows, result.aux_added)), gradient
 
 
 def _axes_inside(parameters: Any, rows: list[Any]) -> Axes:
@@ -214,8 +216,8 @@ def _check_parameters(parameters: Any) -> None:
             )
 
 
-def _is_bare(function: Any) -> bool:
-    """Whether a function refers to nothing that could change, or would be kept alive with it."""
+def _can_be_cached(function: Any) -> bool:
+    """Whether a function has no closure and no defaults, which could change or hold memory."""
     if not isinstance(function, types.FunctionType):
         return function is None
     return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__)

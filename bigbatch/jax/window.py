@@ -1,7 +1,7 @@
 """A window: a batch is cut into micro-batches, each is weighed, their gradients add up and are reduced once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -10,14 +10,15 @@ from jax import lax
 
 from ..core.errors import LossError
 from ..core.weight import Reduction, as_terms, check_terms, choose, counted, is_number, share, shares
-from .auxiliary import AuxSpec
-from .batch import Arrays, Form, checked_weight, num_rows
-from .distributed import Axes, Shard, add_up, vary
+from .arguments import ArgumentLayout, Arrays, num_rows
+from .auxiliary import AuxSpec, Combine
+from .checks import checked_weight
+from .distributed import Axes, Shard, add_up, mark_varying
 from .internals import varying
 from .keys import Rng, for_micro_batch
 from .loop import Cut
-from .verify.time_major import warn_if_recurrent
-from .verify.uncut import check_uncut
+from .time_major import warn_if_recurrent
+from .uncut import check_uncut
 
 Loss = Callable[..., Any]
 
@@ -36,13 +37,43 @@ class Spec:
     accumulate_dtype: Any
 
 
+@dataclass(frozen=True)
+class LossShape:
+    """What the loss returns for a micro-batch, found by tracing it, and how that is added up."""
+
+    terms: tuple[Any, ...]
+    """The shape and dtype of each term."""
+    aux: Any
+    """The shapes and dtypes of aux."""
+    combine: Combine
+    has_totals: bool
+    """Whether each term is divided by its own total weight before the terms are added."""
+    is_divided: bool
+    """Whether sums are divided by the total weight after the loop."""
+    weight_axes: frozenset[str] = frozenset()
+    """The axes over which weights differ from device to device."""
+
+    @property
+    def num_terms(self) -> int:
+        return len(self.terms)
+
+    @property
+    def terms_dtype(self) -> Any:
+        return jnp.result_type(*(term.dtype for term in self.terms))
+
+    @property
+    def sums_dtype(self) -> Any:
+        """The dtype in which losses and weights are added up."""
+        return jnp.promote_types(self.terms_dtype, jnp.float32)
+
+
 class _Sums(NamedTuple):
     """The sums over the micro-batches."""
 
     gradient: list[Any]
     terms: list[Any]
     weight: Any
-    """In units of the reference."""
+    """Divided by the unit of weight."""
     aux: list[Any]
 
 
@@ -70,47 +101,49 @@ class WindowTrace:
 
     Args:
         spec: The options.
-        form: The arguments of the loss, without their arrays.
+        layout: The arguments of the loss, without their arrays.
         arrays: The arrays among the arguments.
         axes: The axes of the mesh over which devices share the batch, if this is inside of a `shard_map`.
     """
 
-    def __init__(self, spec: Spec, form: Form, arrays: Arrays, axes: Axes = ()) -> None:
+    def __init__(self, spec: Spec, layout: ArgumentLayout, arrays: Arrays, axes: Axes = ()) -> None:
         self.spec = spec
-        self.form = form
+        self.layout = layout
         self.arrays = arrays
         self.axes = axes
         num_samples = num_rows(arrays)
         size = min(spec.micro_batch_size, num_samples)
         self.cut = Cut(num_samples, size, num_parts=size)
         self._num_samples = num_samples * (int(lax.axis_size(axes)) if axes else 1)  # on all devices
-        self._reference = size if spec.weight is None else 1  # what weights are measured by until the total is known
+        # weights are divided by this in the loop, and by the rest at the end, so that sums stay as large as a mean's
+        self._weight_unit = size if spec.weight is None else 1
 
-    def result(self, parameters: Any, shards: list[Shard] | None = None) -> Result:
+    def result(self, parameters: Any, shape: LossShape, shards: list[Shard] | None = None) -> Result:
         """The loss, its gradient and aux of the whole batch.
 
         Args:
             parameters: The arguments to differentiate by.
+            shape: What `loss_shape` returned.
             shards: Which part of each parameter, and so of its gradient, this device keeps.
         """
         shards = shards or [Shard.inside(leaf, self.axes) for leaf in jax.tree.leaves(parameters)]
-        parameters = vary(parameters, self.axes)
-        self.inspect(parameters)
-        totals = self._totals()
+        parameters = mark_varying(parameters, self.axes)
+        totals = self._totals(shape)
 
         def body(sums: _Sums, number: Any, size: int) -> tuple[_Sums, list[Any]]:
             micro_batch = self.micro_batch(number, size)  # cut
-            weights = self.weights(micro_batch)
-            return self._add(sums, parameters, micro_batch, weights, totals)  # the gradient, times its share
+            weights = self.weights(micro_batch, shape)
+            return self._add(sums, parameters, micro_batch, weights, totals, shape)  # the gradient, times its share
 
-        sums, rows = self.cut.loop(body, self._zeros(parameters))
+        sums, rows = self.cut.loop(body, self._zeros(parameters, shape))
         sums = self._reduce(sums, shards)  # over the devices, once
-        return self._finish(sums, totals, self.cut.join(rows), parameters)  # divide by the total
+        return self._finish(sums, totals, self.cut.join(rows), parameters, shape)  # divide by the total
 
     # --- before the loop -------------------------------------------------------------------------------------
 
-    def inspect(self, parameters: Any) -> None:
-        """Traces the loss without running it: finds out what it returns, and raises if it cannot be accumulated."""
+    def loss_shape(self, parameters: Any) -> LossShape:
+        """Traces the loss without running it, and raises if it cannot be accumulated."""
+        parameters = mark_varying(parameters, self.axes)
         micro_batch = self.micro_batch(0, self.cut.size)
 
         def loss(parameters: Any, rows: list[Any]) -> Any:
@@ -123,21 +156,18 @@ class WindowTrace:
         is_cut = self.cut.size < self._num_samples
         if is_cut:
             for num in {self.cut.num_samples, self._num_samples}:
-                check_uncut(self.form, self.arrays, num, trace)
-        self._terms_like, self._aux_like = jax.eval_shape(self.loss, parameters, micro_batch)
+                check_uncut(self.layout, self.arrays, num, trace)
+        terms, aux = jax.eval_shape(self.loss, parameters, micro_batch)
         if is_cut:
             warn_if_recurrent(lambda size: trace(size).jaxpr.jaxpr, self.cut.size)
-        self._check_loss(self._terms_like)
-        self.num_terms = len(self._terms_like)
-        self.terms_dtype = jnp.result_type(*(term.dtype for term in self._terms_like))
-        self._dtype = jnp.promote_types(self.terms_dtype, jnp.float32)
+        self._check_loss(terms)
         aux_of_more = trace(2 * self.cut.size).out_info[1] if self.spec.has_aux else None
-        self.combine = self.spec.aux.combine(self._aux_like, aux_of_more, self.cut.size)
+        combine = self.spec.aux.combine(aux, aux_of_more, self.cut.size)
         is_mean = self.spec.reduction == "mean"
-        self._has_totals = self.spec.weight is not None and self.num_terms > 1 and is_mean
-        self._is_divided = is_mean and not self._has_totals
-        weights = jax.eval_shape(lambda: [jnp.asarray(weight) for weight in self.weights(micro_batch)])
-        self._weights_vary = varying(weights) | set(self.axes)
+        has_totals = self.spec.weight is not None and len(terms) > 1 and is_mean
+        shape = LossShape(terms, aux, combine, has_totals, is_divided=is_mean and not has_totals)
+        weights = jax.eval_shape(lambda: [jnp.asarray(weight) for weight in self.weights(micro_batch, shape)])
+        return replace(shape, weight_axes=varying(weights) | set(self.axes))
 
     def _check_loss(self, terms: tuple[Any, ...]) -> None:
         if not terms:
@@ -156,37 +186,37 @@ class WindowTrace:
                 "return the mean over the device's own micro-batch"
             )
 
-    def _totals(self) -> tuple[Any, ...]:
+    def _totals(self, shape: LossShape) -> tuple[Any, ...]:
         """The total weight of each term, if there are several: each is divided by its own before they are added."""
-        if not self._has_totals:
+        if not shape.has_totals:
             return ()
 
         def body(totals: tuple[Any, ...], number: Any, size: int) -> tuple[tuple[Any, ...], list[Any]]:
-            weights = self.weights(self.micro_batch(number, size))
-            return tuple(_plus(t, jnp.asarray(w, self._dtype)) for t, w in zip(totals, weights, strict=True)), []
+            weights = self.weights(self.micro_batch(number, size), shape)
+            return tuple(_plus(t, jnp.asarray(w, shape.sums_dtype)) for t, w in zip(totals, weights, strict=True)), []
 
-        zeros = (vary(jnp.zeros((), self._dtype), self._weights_vary),) * self.num_terms
+        zeros = (mark_varying(jnp.zeros((), shape.sums_dtype), shape.weight_axes),) * shape.num_terms
         totals, _ = self.cut.loop(body, zeros)
         return add_up(totals, self.axes)
 
-    def _zeros(self, parameters: Any) -> _Sums:
+    def _zeros(self, parameters: Any, shape: LossShape) -> _Sums:
         def like(parameter: Any) -> Any:
             dtype = self.spec.accumulate_dtype or jnp.promote_types(parameter.dtype, jnp.float32)
             return jnp.zeros_like(parameter, jnp.promote_types(parameter.dtype, dtype))
 
         def zeros(leaf: Any, dtype: Any) -> Any:
-            return vary(jnp.zeros(leaf.shape, dtype), self._weights_vary | varying(leaf))
+            return mark_varying(jnp.zeros(leaf.shape, dtype), shape.weight_axes | varying(leaf))
 
         def aux_dtype(leaf: Any, way: str) -> Any:
             if _is_exact(leaf):
-                return jnp.promote_types(leaf.dtype, jnp.int32) if way == "sum" else self._dtype
+                return jnp.promote_types(leaf.dtype, jnp.int32) if way == "sum" else shape.sums_dtype
             return jnp.promote_types(leaf.dtype, jnp.float32)
 
         return _Sums(
             [like(p) for p in jax.tree.leaves(parameters)],
-            [zeros(term, self._dtype) for term in self._terms_like],
-            vary(jnp.zeros((), self._dtype), self._weights_vary),
-            [zeros(leaf, aux_dtype(leaf, way)) for leaf, way in self.combine.added(self._aux_like)],
+            [zeros(term, shape.sums_dtype) for term in shape.terms],
+            mark_varying(jnp.zeros((), shape.sums_dtype), shape.weight_axes),
+            [zeros(leaf, aux_dtype(leaf, way)) for leaf, way in shape.combine.added(shape.aux)],
         )
 
     # --- one micro-batch -------------------------------------------------------------------------------------
@@ -199,7 +229,7 @@ class WindowTrace:
 
     def loss(self, parameters: Any, micro_batch: Arrays) -> tuple[tuple[Any, ...], Any]:
         """The terms of the loss, and aux."""
-        args, kwargs = self.form.bind(micro_batch, parameters)
+        args, kwargs = self.layout.bind(micro_batch, parameters)
         found = self.spec.loss(*args, **kwargs)
         try:
             found = jax.tree.map(jnp.asarray, found)
@@ -211,56 +241,68 @@ class WindowTrace:
             raise LossError("with has_aux=True the loss must return (loss, aux), but it returned something else")
         return as_terms(found[0]), found[1]
 
-    def weights(self, micro_batch: Arrays) -> tuple[Any, ...]:
+    def weights(self, micro_batch: Arrays, shape: LossShape) -> tuple[Any, ...]:
         """How much this micro-batch counts, for each term: its samples, or what the user's `weight` returns."""
         if self.spec.weight is None:
-            return (num_rows(micro_batch),) * self.num_terms
-        found = as_terms(self.spec.weight(*self.form.batch(micro_batch)))
-        check_terms(self.num_terms, len(found))
-        return tuple(checked_weight(w, self._dtype) for w in found)
+            return (num_rows(micro_batch),) * shape.num_terms
+        found = as_terms(self.spec.weight(*self.layout.batch(micro_batch)))
+        check_terms(shape.num_terms, len(found))
+        return tuple(checked_weight(w, shape.sums_dtype) for w in found)
 
     def _add(
-        self, sums: _Sums, parameters: Any, micro_batch: Arrays, weights: tuple[Any, ...], totals: tuple[Any, ...]
+        self,
+        sums: _Sums,
+        parameters: Any,
+        micro_batch: Arrays,
+        weights: tuple[Any, ...],
+        totals: tuple[Any, ...],
+        shape: LossShape,
     ) -> tuple[_Sums, list[Any]]:
         """The sums with one more micro-batch, and the leaves of aux with a row for each sample.
 
         If totals are known, losses are multiplied by w_k / W before the gradient is taken. If not, gradients are
-        multiplied by w_k / reference, in the dtype in which they add up, and divided after the loop.
+        multiplied by w_k / unit, in the dtype in which they add up, and divided after the loop.
         """
-        before = shares(weights, totals, where=jnp.where) if totals else (1.0,) * self.num_terms
-        terms, aux, gradient = self._gradient(parameters, micro_batch, before)
-        weight = share(weights[0], self._reference)
-        after = weight if self._is_divided else 1.0
+        loss_factors = shares(weights, totals, where=jnp.where) if totals else (1.0,) * shape.num_terms
+        terms, aux, gradient = self._gradient(parameters, micro_batch, loss_factors, shape)
+        weight = share(weights[0], self._weight_unit)
+        gradient_factor = weight if shape.is_divided else 1.0
         added = _Sums(
-            [_counted(g, after, s.dtype) for g, s in zip(jax.tree.leaves(gradient), sums.gradient, strict=True)],
-            [_counted(term, b * after, self._dtype) for term, b in zip(terms, before, strict=True)],
-            jnp.asarray(weight, self._dtype),
+            [_counted(g, gradient_factor, s.dtype)
+             for g, s in zip(jax.tree.leaves(gradient), sums.gradient, strict=True)],
+            [_counted(term, factor * gradient_factor, shape.sums_dtype)
+             for term, factor in zip(terms, loss_factors, strict=True)],
+            jnp.asarray(weight, shape.sums_dtype),
             [_counted(leaf, weight if way == "mean" else 1, s.dtype)
-             for (leaf, way), s in zip(self.combine.added(aux), sums.aux, strict=True)],
+             for (leaf, way), s in zip(shape.combine.added(aux), sums.aux, strict=True)],
         )  # fmt: skip
-        return jax.tree.map(_plus, sums, added), self.combine.rows(aux)
+        return jax.tree.map(_plus, sums, added), shape.combine.rows(aux)
 
-    def _gradient(self, parameters: Any, micro_batch: Arrays, by: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-        """The terms, aux, and the gradient of the sum of the terms, each multiplied by its share."""
+    def _gradient(
+        self, parameters: Any, micro_batch: Arrays, factors: tuple[Any, ...], shape: LossShape
+    ) -> tuple[Any, Any, Any]:
+        """The terms, aux, and the gradient of the sum of the terms, each multiplied by its factor."""
 
-        def loss(parameters: Any, by: tuple[Any, ...]) -> tuple[Any, Any]:
+        def loss(parameters: Any, factors: tuple[Any, ...]) -> tuple[Any, Any]:
             terms, aux = self.loss(parameters, micro_batch)
-            return sum(_counted(term, b, self.terms_dtype) for term, b in zip(terms, by, strict=True)), (terms, aux)
+            counted_terms = [_counted(t, factor, shape.terms_dtype) for t, factor in zip(terms, factors, strict=True)]
+            return sum(counted_terms), (terms, aux)
 
         gradient_of = jax.grad(loss, has_aux=True)
-        gradient, (terms, aux) = gradient_of(parameters, by)
-        if not self._has_totals:
+        gradient, (terms, aux) = gradient_of(parameters, factors)
+        if not shape.has_totals:
             return terms, aux, gradient
 
         def one_by_one() -> Any:
             """Term by term, if one counts 0: it may be 0/0, and 0 times its loss would still have a NaN gradient."""
             found = []
-            for k, b in enumerate(by):
-                alone = tuple(b if term == k else 0 for term in range(self.num_terms))
-                found.append(jax.tree.map(lambda g, b=b: jnp.where(b == 0, 0, g), gradient_of(parameters, alone)[0]))
+            for k, factor in enumerate(factors):
+                alone = tuple(factor if term == k else 0 for term in range(shape.num_terms))
+                own, _ = gradient_of(parameters, alone)
+                found.append(jax.tree.map(lambda g, factor=factor: jnp.where(factor == 0, 0, g), own))
             return jax.tree.map(lambda *gradients: sum(gradients), *found)
 
-        has_zero = jnp.any(jnp.stack([b == 0 for b in by]))
+        has_zero = jnp.any(jnp.stack([factor == 0 for factor in factors]))
         return terms, aux, lax.cond(has_zero, one_by_one, lambda: gradient)
 
     # --- after the loop --------------------------------------------------------------------------------------
@@ -270,23 +312,25 @@ class WindowTrace:
         gradient = [shard.reduce(g) for shard, g in zip(shards, sums.gradient, strict=True)]
         return _Sums(gradient, *add_up(sums[1:], self.axes))
 
-    def _finish(self, sums: _Sums, totals: tuple[Any, ...], rows: list[Any], parameters: Any) -> Result:
+    def _finish(
+        self, sums: _Sums, totals: tuple[Any, ...], rows: list[Any], parameters: Any, shape: LossShape
+    ) -> Result:
         """The means, in the dtypes of the full batch. If the total weight is 0 the loss is NaN and its gradient 0."""
-        total = sums.weight if self.spec.weight is not None else share(self._num_samples, self._reference)
+        total = sums.weight if self.spec.weight is not None else share(self._num_samples, self._weight_unit)
 
         def mean(sums: Any) -> Any:
-            return share(sums, total, _where(total)) if self._is_divided else sums
+            return share(sums, total, _where(total)) if shape.is_divided else sums
 
         value = mean(sum(sums.terms))
         if self.spec.reduction == "mean":
             value = jnp.where(sum(totals or (total,)) == 0, jnp.nan, value)
         gradient = [mean(g).astype(p.dtype) for g, p in zip(sums.gradient, jax.tree.leaves(parameters), strict=True)]
         added = []
-        for leaf, (like, way) in zip(sums.aux, self.combine.added(self._aux_like), strict=True):
+        for leaf, (like, way) in zip(sums.aux, shape.combine.added(shape.aux), strict=True):
             if way == "mean":
                 leaf = jnp.where(total == 0, jnp.nan, share(leaf, total, _where(total)))
             added.append(leaf if _is_exact(like) else leaf.astype(like.dtype))
-        return Result(value.astype(self.terms_dtype), gradient, rows, added)
+        return Result(value.astype(shape.terms_dtype), gradient, rows, added)
 
 
 def _where(value: Any) -> Any:
@@ -294,13 +338,13 @@ def _where(value: Any) -> Any:
     return choose if is_number(value) else jnp.where
 
 
-def _counted(value: Any, by: Any, dtype: Any) -> Any:
-    """The value times its share, in this dtype."""
-    return jnp.asarray(counted(value.astype(dtype), by, _where(by)), dtype)
+def _counted(value: Any, factor: Any, dtype: Any) -> Any:
+    """The value times the factor, in this dtype."""
+    return jnp.asarray(counted(value.astype(dtype), factor, _where(factor)), dtype)
 
 
 def _plus(sums: Any, added: Any) -> Any:
-    return sums + vary(added, varying(sums))
+    return sums + mark_varying(added, varying(sums))
 
 
 def _is_exact(leaf: Any) -> bool:

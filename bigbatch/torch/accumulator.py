@@ -22,7 +22,7 @@ from .capture.capture import capture_for
 from .capture.optimizer import CapturedOptimizer
 from .distributed.detect import ranks_of
 from .distributed.ranks import Reduce
-from .distributed.totals import Agreed, LocalCounts, Totals
+from .distributed.totals import GetTotals, LocalCounts, Totals
 from .gradients import GradientBuffer, Gradients
 from .precision import Precision
 from .state import SavedState, packed
@@ -30,12 +30,16 @@ from .sums import Sums
 from .transfer import transfer_for
 from .update import Losses, Update
 from .verify.time_major import TimeAxis
-from .window import Cut, MicroBatch, PartialWindow, Shares, Weight, on_host, read
+from .window import Cut, MicroBatch, PartialWindow, Shares, Weight, fetch_weights, on_host
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+"""What `with self._ranks.…() if is_shared else _NOTHING` enters in one process, where that method does nothing either.
+
+The condition saves a call for every micro-batch.
+"""
 
 
 class Accumulator:
@@ -131,7 +135,7 @@ class Accumulator:
         self.capture, self.group, self.reduce = capture, group, reduce
         self._gradients = Gradients(optimizer, {p: name for name, p in model.named_parameters()}, accumulate_dtype)
         self._exclusive = self._gradients.exclusive
-        parameters = self._gradients.parameters
+        parameters = self._gradients.held()
         self._precision = Precision(precision, scaler, parameters, self._gradients.is_widened)
         self.scaler = self._precision.scaler
         self._ranks = ranks_of(model, self._gradients, group, reduce)
@@ -151,7 +155,7 @@ class Accumulator:
         self._window: PartialWindow | None = None
         """The open window of `micro_batch()`, or what an interrupted `step()` has done."""
         self.is_interrupted = False
-        """Whether `interrupt` was called and nothing has stopped yet."""
+        """Whether `interrupt` was called, and no step has stopped because of it yet."""
 
     @property
     def num_steps(self) -> int:
@@ -175,44 +179,46 @@ class Accumulator:
             batch: A nest of tensors, which is cut along its leading axis, or a `Window` of micro-batches.
         """
         with self._exclusive.hold("step()"):
-            cut, window, counts = self._begin(batch)  # micro-batches with their weights; what is done of them
-            agreed = self._ranks.agree(counts)  # the total weight W of all ranks
+            cut, window, counts = self._cut_and_weigh(batch)  # micro-batches with their weights; what is done of them
+            get_totals = self._ranks.agree(counts)  # waits for the total weight W of all ranks
             num_done = len(window.losses)
             try:
-                sums, losses = self._accumulate(cut, window, agreed)  # forward and backward of each; reduced once
-                return self._update(sums, losses, agreed(), cut.size)  # unscale, check, clip, optimizer, schedule
+                sums, losses = self._accumulate(cut, window, get_totals)  # forward and backward of each; reduced once
+                # unscale, check, clip, optimizer, schedule
+                return self._update(sums, losses, get_totals(), cut.largest_micro_batch)
             except Exception as error:
                 cut.explain(error, num_done)
                 raise
 
-    def _accumulate(self, cut: Cut, window: PartialWindow, agreed: Agreed) -> tuple[Sums, Losses]:
+    def _accumulate(self, cut: Cut, window: PartialWindow, get_totals: GetTotals) -> tuple[Sums, Losses]:
         """Adds up the gradient of the whole batch over all micro-batches and ranks; returns it and the losses.
 
         A rank that has no data, or fewer micro-batches than others, takes part in what the others do.
         """
         (sums,), losses = window.sums, window.losses
         is_shared, passes = self._ranks.is_shared, cut.passes
-        arriving = self._arriving(cut, len(losses), agreed)
-        shares = Shares(agreed, self.reduction)  # w / W
+        arriving = self._arriving(cut, len(losses), get_totals)
+        shares = Shares(get_totals, self.reduction)  # w / W
         with self._ranks.window() if is_shared else _NOTHING, GradientBuffer(self._gradients, sums) as buffer:
             for number, micro_batch in enumerate(arriving, len(losses)):
                 weight = passes[number][1]
-                with self._passing(number, cut, agreed) if is_shared else _NOTHING:
+                with self._passing(number, cut, get_totals) if is_shared else _NOTHING:
                     losses.append(self._backward(self.loss, micro_batch, weight, shares, buffer))
                 if self.is_interrupted and number + 1 < len(passes) and not is_shared:
                     break
-            num_passes = max(agreed().num_passes) if self._ranks.is_sharded else 0  # parameters are gathered in each
+            # with fully_shard, all ranks make equally many passes, since each gathers parameters
+            num_passes = max(get_totals().num_passes) if self._ranks.is_sharded else 0
             for number in range(len(passes), num_passes):
                 with self._ranks.passing(is_last=number == num_passes - 1):
-                    self._eager.add_nothing(self.loss, buffer)
+                    self._eager.run_spare(self.loss, buffer)
             if is_shared:
-                self._reduce(buffer, agreed(), is_whole=cut.is_whole(*cut.pass_weights))
+                self._reduce(buffer, get_totals(), has_all_terms=cut.has_all_terms(*cut.pass_weights))
         if len(losses) < len(passes):
             raise self._interruption(window, len(passes))
         sums.multiply(sums.unit)
-        return sums, self._ranks.sum_losses(losses, cut.pass_weights, agreed().total, self.reduction)
+        return sums, self._ranks.sum_losses(losses, cut.pass_weights, get_totals().total, self.reduction)
 
-    def _begin(self, batch: Any) -> tuple[Cut, PartialWindow, LocalCounts]:
+    def _cut_and_weigh(self, batch: Any) -> tuple[Cut, PartialWindow, LocalCounts]:
         """Checks, cuts and weighs the batch. An error is raised on all ranks, and changes nothing."""
         self._check_before("step()", "batch")
         if self.loss is None:
@@ -234,7 +240,7 @@ class Accumulator:
             else:
                 window.check_same(cut.weights)
                 window.check_unchanged(self._gradients.marks())
-                window.check_trainable(self._gradients.parameters)
+                window.check_trainable(self._gradients.held())
         self._window = None
         if self._batch_norms:
             self._warn_of_batch_norm(len(cut.weights))
@@ -245,27 +251,28 @@ class Accumulator:
             window.check_scale(self._precision.loss_scale())
         return cut, window, cut.counts(num_hooks)
 
-    def _arriving(self, cut: Cut, num_done: int, agreed: Agreed) -> Iterable[Any]:
+    def _arriving(self, cut: Cut, num_done: int, get_totals: GetTotals) -> Iterable[Any]:
         """The micro-batches that are left to do, on the model's device."""
         micro_batches = [micro_batch for micro_batch, _ in cut.passes[num_done:]]
         if self._captured is not None:
             self._captured.begin(self.loss)
         if self._ranks.is_shared:
-            self._ranks.begin(micro_batches, agreed)
+            self._ranks.begin(micro_batches, get_totals)
         return micro_batches if self._transfer is None else self._transfer.arriving(micro_batches)
 
-    def _passing(self, number: int, cut: Cut, agreed: Agreed) -> AbstractContextManager[None]:
+    def _passing(self, number: int, cut: Cut, get_totals: GetTotals) -> AbstractContextManager[None]:
         """Around one micro-batch of a model that ranks train together: the last one reduces, if it can."""
         is_captured = self._captured is not None and self._captured.is_on
-        is_whole = cut.is_whole(cut.pass_weights[number])
-        is_last = not is_captured and self._ranks.is_last(number, len(cut.passes), agreed, is_whole=is_whole)
+        has_all_terms = cut.has_all_terms(cut.pass_weights[number])
+        num_passes = len(cut.passes)
+        is_last = not is_captured and self._ranks.is_last(number, num_passes, get_totals, has_all_terms=has_all_terms)
         return self._ranks.passing(is_last=is_last)
 
-    def _reduce(self, buffer: GradientBuffer, totals: Totals, *, is_whole: bool) -> None:
+    def _reduce(self, buffer: GradientBuffer, totals: Totals, *, has_all_terms: bool) -> None:
         """Makes the sums those of all ranks."""
         if has_weight(totals.total, totals.num_micro_batches, self.reduction):
             buffer.put()
-            self._ranks.complete(buffer, is_whole=is_whole)
+            self._ranks.complete(buffer, has_all_terms=has_all_terms)
 
     def _check_before(self, call: str, what: str) -> None:
         """Raises before anything begins: errors of earlier steps, calls in a wrong order, an interruption."""
@@ -345,7 +352,7 @@ class Accumulator:
             if len(window.losses) >= num_wanted:
                 micro.step = self._close(is_ending=False)
             else:
-                window.seen = self._gradients.marks()  # what a pass does to parameters is the model's own business
+                window.seen = self._gradients.marks()  # the loss itself may change parameters, others may not
 
     def _open(self, terms: Terms, num_wanted: int) -> PartialWindow:
         """The window that is open, or a new one, if it can take a micro-batch with these weights."""
@@ -402,13 +409,13 @@ class Accumulator:
                 self._gradients.check_empty()
             num_hooks = self._gradients.check_hooks()
             self._window = None
-            weights = [] if window is None else read(window.weights.weights)
+            weights = [] if window is None else fetch_weights(window.weights.weights)
             if window is not None and self.scaler is not None:
                 window.check_scale(self._precision.loss_scale())
             if self._ranks.is_shared:
                 self._ranks.check(self._gradients)
-        agreed = self._ranks.agree(LocalCounts(totals(weights), 0, len(weights), is_ending, num_hooks=num_hooks))
-        all_ranks = agreed()
+        get_totals = self._ranks.agree(LocalCounts(totals(weights), 0, len(weights), is_ending, num_hooks=num_hooks))
+        all_ranks = get_totals()
         if all_ranks.is_ending and not all_ranks.num_micro_batches:
             return None
         self._window = window  # it stays open if this rank ends it too early
@@ -416,13 +423,13 @@ class Accumulator:
         self._window = None
         if window is None:
             cut = Cut(reduction=self.reduction)
-            sums, losses = self._accumulate(cut, PartialWindow.of_step(cut), agreed)
+            sums, losses = self._accumulate(cut, PartialWindow.of_step(cut), get_totals)
         else:
             sums = window.summed(all_ranks.total, self._ranks.divisor)
             if self._ranks.is_shared:
-                is_whole = self.reduction == "sum" or all(map(all, weights))
+                has_all_terms = self.reduction == "sum" or all(map(all, weights))
                 with self._ranks.window(), GradientBuffer(self._gradients, sums) as buffer:
-                    self._reduce(buffer, all_ranks, is_whole=is_whole)
+                    self._reduce(buffer, all_ranks, has_all_terms=has_all_terms)
                 if self._ranks.holds_gradients:  # they were inside of the model until now
                     sums.multiply(window.weights.rest(all_ranks.total)[0] * self._ranks.divisor)
             losses = self._ranks.sum_losses(window.losses, weights, all_ranks.total, self.reduction)
@@ -454,7 +461,7 @@ class Accumulator:
         if self._captured is not None:  # recorded passes add to memory of their own
             window.sums[0].update({p: g.clone() for p, g in window.sums[0].items()})
         window.loss_scale, window.seen = self._precision.loss_scale(), self._gradients.marks()
-        window.check_trainable(self._gradients.parameters)
+        window.check_trainable(self._gradients.held())
         self._window = window
         self.is_interrupted = False
         return Interrupted(
@@ -496,7 +503,7 @@ class Accumulator:
                 "num_steps": self.num_steps,
                 "scaler": None if self.scaler is None else self.scaler.state_dict(),
                 "skipped": self._nonfinite.state_dict(),
-                **packed(self._window, self._gradients.parameters, self._ranks),
+                **packed(self._window, self._gradients.held(), self._ranks),
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

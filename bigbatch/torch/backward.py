@@ -62,14 +62,14 @@ class Backward:
             loss = self._time_axis.watched(loss)
         terms = self.forward(loss, micro_batch)
         is_any_low = self._check(terms, weight)
-        scaled = self.scaled(shares[weight])
+        scaled = self.times_divisor(shares[weight])
         values = _values_of(terms)
         if not is_any_low:
-            buffer.add(*self.counted(terms, scaled))
+            buffer.add(*self.terms_and_seeds(terms, scaled))
             return values
         for t, (term, share) in enumerate(zip(terms, scaled, strict=True)):
             if share:
-                buffer.add(*self.counted((term,), (1.0,)), share, keep_graph=t < len(terms) - 1)
+                buffer.add(*self.terms_and_seeds((term,), (1.0,)), share, keep_graph=t < len(terms) - 1)
         return values
 
     def feed(self, window: PartialWindow, weight: Terms, micro: MicroBatch, losses: Terms) -> None:
@@ -87,18 +87,20 @@ class Backward:
             window.buffers = [GradientBuffer(self._gradients, sums) for sums in window.sums]
         for t, (term, share, buffer) in enumerate(zip(losses, shares, window.buffers, strict=True)):
             if isinstance(share, Tensor) or share:
-                seeded = self.counted((term,), (1.0 if in_units else share,))
+                seeded = self.terms_and_seeds((term,), (1.0 if in_units else share,))
                 with buffer:
                     buffer.add(*seeded, share if in_units else 1.0, keep_graph=t < len(losses) - 1)
         window.add(weight, values)
         micro.is_fed = True
 
-    def add_nothing(self, loss: Loss, buffer: GradientBuffer) -> None:
-        """Runs the model because ranks that have more micro-batches do; the result counts zero."""
+    def run_spare(self, loss: Loss, buffer: GradientBuffer) -> None:
+        """Runs a spare micro-batch that counts zero, because ranks that have more micro-batches run the model."""
         with self._ranks.buffers_kept():
             spare = map_tensors(Tensor.clone, self._ranks.spare)  # a loss may write into it
             terms = self.forward(loss, spare if self._transfer is None else self._transfer.brought(spare))
-            buffer.add(*self.counted(terms, tuple(torch.zeros_like(term) for term in terms)))  # what other ranks add
+            buffer.add(
+                *self.terms_and_seeds(terms, tuple(torch.zeros_like(term) for term in terms))
+            )  # what other ranks add
 
     def _check(self, terms: Terms, weight: Terms) -> bool:
         """Whether a share would be rounded to the dtype of a term; raises LossError if this is no loss."""
@@ -108,8 +110,8 @@ class Backward:
             self._ranks.check_loss_dtype(is_low=is_any_low)
         return is_any_low
 
-    def scaled(self, shares: Terms) -> Terms:
-        """Shares times what ranks divide gradients by when they reduce them."""
+    def times_divisor(self, shares: Terms) -> Terms:
+        """Shares times the divisor of the ranks: they divide gradients by it when they reduce them."""
         divisor = self._ranks.divisor
         return shares if divisor == 1 else tuple(share * divisor for share in shares)
 
@@ -118,7 +120,7 @@ class Backward:
         with self.precision.autocast() if self.precision.dtype else nullcontext():
             return as_terms(loss(self._model, micro_batch))
 
-    def counted(self, terms: Terms, shares: Terms) -> tuple[list[Tensor], list[Tensor]]:
+    def terms_and_seeds(self, terms: Terms, shares: Terms) -> tuple[list[Tensor], list[Tensor]]:
         """The terms that count, and their seeds: what a backward pass of sum_t share_t * term_t starts with.
 
         A share enters as a seed, which saves the multiplication and its own backward pass.

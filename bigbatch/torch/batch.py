@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..core.batch import shared_size
 from ..core.errors import BatchError
-from ..core.window import Window, check_lists, rank_slices
+from ..core.window import Window, check_lists, cuts, rank_slices
 
 _MIN_SAMPLES = 3
 """A list of fewer tensors of one shape is not taken for a list of samples: two are an input and its target."""
@@ -102,14 +102,14 @@ def _items(nest: Any, name: str) -> list[tuple[str, Any]] | None:
     return None
 
 
-def is_row(nest: Any) -> bool:
+def _is_row(nest: Any) -> bool:
     """Whether this is a plain tuple of tensors, the usual case, which needs no recursion."""
     return type(nest) is tuple and set(map(type, nest)) == {Tensor}
 
 
 def tensors(nest: Any) -> list[Tensor]:
     """Every tensor of the nest, in the order of `map_tensors`."""
-    return list(nest) if is_row(nest) else [leaf for _, leaf in leaves(nest, "") if isinstance(leaf, Tensor)]
+    return list(nest) if _is_row(nest) else [leaf for _, leaf in leaves(nest, "") if isinstance(leaf, Tensor)]
 
 
 def _is_dataclass(nest: Any) -> bool:
@@ -134,7 +134,7 @@ def batch_size(batch: Any, name: str = "batch") -> int:
     Raises:
         BatchError: The tensors do not share their leading axis, or it is not that of samples.
     """
-    if is_row(batch):
+    if _is_row(batch):
         sizes: set[int] = {tensor.size(0) for tensor in batch if tensor.ndim}
         if len(sizes) == 1 and 0 not in sizes:
             return sizes.pop()
@@ -181,7 +181,7 @@ def _refuse_arrays(batch: Any, name: str, size: int) -> None:
             )
 
 
-def cut(batch: Any, micro_batch_size: int, *, is_one_too_few: bool = False) -> tuple[list[Any], list[int]]:
+def cut(batch: Any, micro_batch_size: int, *, avoid_single_sample: bool = False) -> tuple[list[Any], list[int]]:
     """The micro-batches, views of the batch where torch can make them, and their sizes.
 
         micro_batches = [batch[k : k + micro_batch_size] for k in range(0, len(batch), micro_batch_size)]
@@ -189,18 +189,15 @@ def cut(batch: Any, micro_batch_size: int, *, is_one_too_few: bool = False) -> t
     Args:
         batch: A nest of tensors.
         micro_batch_size: The size of all micro-batches but the last, which has the rest.
-        is_one_too_few: Whether to avoid a micro-batch of one sample, from which BatchNorm has no statistics: the last
-            two are then one sample shorter and one longer.
+        avoid_single_sample: Whether the last one may not have one sample alone; see `core.window.cuts`.
     """
     size = batch_size(batch)
     if micro_batch_size == 1:
         check_lists(batch, size)
-    num_full, rest = divmod(size, micro_batch_size)
-    sizes = [micro_batch_size] * num_full + [rest] * (rest > 0)
-    if is_one_too_few and rest == 1 and num_full and micro_batch_size > 2:
-        sizes[-2:] = [micro_batch_size - 1, 2]
+    parts = cuts(size, micro_batch_size, avoid_single_sample=avoid_single_sample)
+    sizes = [part.stop - part.start for part in parts]
     rows = list(zip(*[_pieces(tensor, sizes) for tensor in tensors(batch)], strict=True))
-    if is_row(batch):
+    if _is_row(batch):
         return rows, sizes
     return [map_tensors(_next_of(row), batch) for row in rows], sizes
 
@@ -210,7 +207,7 @@ def detached(batch: Any) -> Any:
     return map_tensors(Tensor.detach, batch)
 
 
-def share(batch: Any, rank: int, num_ranks: int) -> Any:
+def part_of_rank(batch: Any, rank: int, num_ranks: int) -> Any:
     """One rank's part of a batch that all ranks have; None if it has no sample."""
     part = rank_slices(batch_size(batch), num_ranks)[rank]
     if part.start == part.stop:

@@ -29,7 +29,7 @@ class Checkpoints(Resumable):
 
     Args:
         folder: Where checkpoints are kept.
-        accumulator: What is saved, with its model, optimizer and schedule.
+        accumulator: The accumulator to save, with its model, optimizer and schedule.
         every: How often to save: a number of batches, a time such as "10min", or None for `save()` alone.
         keep: How many checkpoints to keep.
         history: A History to save and to restore as well.

@@ -48,10 +48,6 @@ class Gradients:
         """The parameters that the optimizer holds now."""
         return list(chain.from_iterable(map(_PARAMS, self._optimizer.param_groups)))
 
-    @property
-    def parameters(self) -> list[Any]:
-        return self.held()
-
     def name(self, parameter: Tensor) -> str:
         """What error messages call this parameter."""
         return self._names.get(parameter, f"one of shape {tuple(parameter.shape)}")
@@ -103,7 +99,7 @@ class Gradients:
         return parameters
 
     def check_left_by_loss(self, parameters: Sequence[Tensor]) -> None:
-        """The same, between a loss and its backward pass."""
+        """Raises GradientError if the loss that has just run left a gradient in .grad that is not zero."""
         if nonzero := _not_zero(parameters):
             remedy = "leave backward() out of the loss, use torch.autograd.grad, or call zero_grad() after it"
             if is_sharded(nonzero[0]):
@@ -260,7 +256,7 @@ class GradientBuffer:
             self.is_in_grad = False
 
     def keep(self) -> None:
-        """Keeps gradients that a backward pass made. Those that were there before are added to in place."""
+        """After a backward pass: puts gradients that are new into the sums. The others were added to in place."""
         held = list(map(_GRAD, self.parameters))
         if self._has_sparse or any(map(operator.is_not, held, self._held)):
             self._has_sparse = any(g is not None and g.is_sparse for g in held)
@@ -270,7 +266,7 @@ class GradientBuffer:
             self.sums.update([(p, g) for p, g in zip(self.parameters, self._held, strict=True) if g is not None])
 
     def unalias(self) -> None:
-        """The function of this name, except for gradients that DDP has made views of its own memory."""
+        """Gives every gradient memory of its own, but not while DDP needs them to be views of its buckets."""
         holder = self._gradients.holder
         if holder is None or not holder.require_backward_grad_sync:
             unalias(self.parameters)

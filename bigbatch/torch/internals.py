@@ -129,7 +129,7 @@ def ddp_is_joining(model: Any) -> bool:
 
 
 def ddp_reset(model: Any) -> None:
-    """Lets DDP forget a forward pass without a backward pass; it would reduce in the next one, whosever it is."""
+    """Lets DDP forget a forward pass without a backward pass: it would reduce in the next one, even the user's."""
     model.reducer._reset_state()
     if (used := model.reducer._get_local_used_map()) is not None:
         used.zero_()

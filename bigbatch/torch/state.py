@@ -15,7 +15,7 @@ from .distributed.ranks import Ranks
 from .distributed.shards import like, local
 from .gradients import Gradients
 from .sums import Sums
-from .window import PartialWindow, read
+from .window import PartialWindow, fetch_weights
 
 _WindowState = dict[str, Any]
 _ASK = "pass what Accumulator.state_dict gave"
@@ -61,7 +61,7 @@ def _window_state(window: PartialWindow, parameters: list[Tensor]) -> _WindowSta
     number = {p: k for k, p in enumerate(parameters)}
     return {
         "reduction": window.weights.reduction,
-        "weights": read(window.weights.weights),
+        "weights": fetch_weights(window.weights.weights),
         "reference": window.weights.reference,
         "losses": [[float(value) for value in terms] for terms in window.losses],
         "gradients": [{number[p]: local(g).clone() for p, g in sums.items()} for sums in window.sums],
@@ -75,7 +75,7 @@ def _window_state(window: PartialWindow, parameters: list[Tensor]) -> _WindowSta
 
 def _load_window(state: _WindowState, gradients: Gradients, reduction: Reduction) -> PartialWindow:
     """A window from what was saved; raises StateError if it has other parameters or options."""
-    parameters = gradients.parameters
+    parameters = gradients.held()
     shapes = [tuple(local(p).shape) for p in parameters]
     if state["reduction"] != reduction:
         raise StateError(

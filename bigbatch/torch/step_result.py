@@ -1,8 +1,8 @@
-"""The result of a step that the device has not finished, and which optimizers can skip a step by themselves."""
+"""The result of a step, now or once the device has finished it; and which optimizers can skip a step by themselves."""
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,15 @@ from torch import Tensor
 from .internals import has_step_hooks
 
 
+class StepResult(NamedTuple):
+    """What is known once a step is finished: the norm of its gradient, and whether it was applied."""
+
+    norm: float
+    is_applied: bool
+
+
 class PendingResult:
-    """The norm of a gradient that is on its way from the device.
+    """A StepResult that is on its way from the device: here `norm` and `is_applied` are methods, which wait.
 
     Reading it waits for that step, not for what was started after it, and calls `if_applied`, or `if_skipped` with the
     number of the first parameter whose norm is not finite.

@@ -27,7 +27,7 @@ class Transfer:
         self._slots: list[_Slot] = []
 
     def arriving(self, micro_batches: Sequence[Any]) -> Iterator[Any]:
-        """The micro-batches, on the device. Each is valid until the next one but one is requested."""
+        """The micro-batches, on the device. A micro-batch is overwritten when the one after the next is requested."""
         if not (micro_batches and all(map(self._is_on_host, micro_batches))):
             yield from micro_batches
             return

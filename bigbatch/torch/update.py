@@ -19,7 +19,7 @@ from .distributed.ranks import Ranks
 from .distributed.totals import Totals
 from .gradients import Gradients, clear
 from .precision import Precision
-from .step_result import PendingResult, can_be_skipped_on_device
+from .step_result import PendingResult, StepResult, can_be_skipped_on_device
 from .sums import Sums
 
 Losses = Callable[[], Terms]
@@ -68,34 +68,33 @@ class Update:
 
     def __call__(self, sums: Sums, losses: Losses, totals: Totals, micro_batch_size: int | None = None) -> Step:
         """Applies the gradient and returns what was done."""
-        terms: Any = losses
-        norm: Any = 0.0
-        is_applied: Any = False
+        fetched: Terms | None = None  # the loss, if the step depends on it; else nobody need wait for it
+        result: StepResult | PendingResult
         weight = from_terms(totals.total)
         if not has_weight(totals.total, totals.num_micro_batches, self._reduction):
-            terms = tuple(0.0 for _ in totals.total)
+            fetched = tuple(0.0 for _ in totals.total)
+            result = StepResult(0.0, is_applied=False)
         else:
             if self._nonfinite.needs_finite_loss:
-                terms = losses()
-            norm, is_applied = self._finish(sums, terms, totals.num_hooks)
+                fetched = losses()
+            result = self._finish(sums, fetched, totals.num_hooks)
         self.num_steps += 1
-        if isinstance(norm, PendingResult):
-            norm, pending = norm.norm, norm
+        if isinstance(result, PendingResult):
             try:
                 self.settle()  # may raise, if warnings are errors
             finally:
-                self._pending = pending
-        elif self.scheduler is not None and is_applied:
+                self._pending = result
+        elif self.scheduler is not None and result.is_applied:
             self.scheduler.step()
         if self._pending is None:  # else the next step does it
             self._nonfinite.check(self.num_steps)
         return Step(
-            terms=terms,
+            terms=losses if fetched is None else fetched,
             weight=weight,
-            grad_norm=norm,
+            grad_norm=result.norm,
             num_micro_batches=totals.num_micro_batches,
             micro_batch_size=micro_batch_size,
-            is_applied=is_applied,
+            is_applied=result.is_applied,
             reduction=self._reduction,
         )
 
@@ -110,8 +109,14 @@ class Update:
                     "accumulate() out, and make the Accelerator with gradient_accumulation_steps=1"
                 )
 
-    def _finish(self, sums: Sums, terms: Any, num_hooks: tuple[int, ...]) -> tuple[Any, Any]:
-        """Brings the finished gradient to the parameters if it is finite; returns its norm, and whether it was."""
+    def _finish(self, sums: Sums, fetched: Terms | None, num_hooks: tuple[int, ...]) -> StepResult | PendingResult:
+        """Brings the finished gradient to the parameters if it is finite.
+
+        Args:
+            sums: The gradient of the whole batch.
+            fetched: The loss, which must be finite too; None if only the gradient decides.
+            num_hooks: How many hooks the parameters have on each rank.
+        """
         if not sums:
             raise LossError(
                 "the loss reached none of the optimizer's parameters: "
@@ -122,13 +127,12 @@ class Update:
                 self._precision.unscale(self._optimizer, sums)
                 self._ranks.agree_on_overflow(self._scaler, self._optimizer)
             self._run_hooks(sums, num_hooks)
-            if self._need_not_wait(sums, terms):
-                pending = self._finish_on_device(sums)
-                return pending, pending.is_applied
+            if fetched is None and self._need_not_wait(sums):
+                return self._finish_on_device(sums)
             norm = sums.norm()
             place, is_overflow = None, False
-            if not math.isfinite(norm) or not callable(terms):
-                place, is_overflow = self._place_not_finite(norm, sums, terms)
+            if not math.isfinite(norm) or fetched is not None:
+                place, is_overflow = self._place_not_finite(norm, sums, fetched)
             if place is None:
                 sums.clip(norm, self.clip_norm, self.clip_value)
                 self._apply(sums)
@@ -137,10 +141,10 @@ class Update:
                 self._nonfinite.skipped(self.num_steps + 1, place, is_overflow=is_overflow)
             if self._scaler is not None:
                 self._scaler.update()
-            return norm, place is None
+            return StepResult(norm, is_applied=place is None)
         except BaseException:
             self._precision.forget(self._optimizer)
-            clear(self._gradients.parameters)
+            clear(self._gradients.held())
             raise
 
     def _apply(self, sums: Sums) -> None:
@@ -168,29 +172,31 @@ class Update:
             if len(set(num_hooks)) > 1:
                 self._ranks.check_hooks(num_hooks, has_changed=has_changed)
 
-    def _place_not_finite(self, norm: float, sums: Sums, terms: Any) -> tuple[str | None, bool]:
+    def _place_not_finite(self, norm: float, sums: Sums, fetched: Terms | None) -> tuple[str | None, bool]:
         """Returns where the first non-finite value is (or None), and whether the GradScaler handles it."""
-        in_loss = None if callable(terms) else place_in(terms)
+        in_loss = None if fetched is None else place_in(fetched)
         if not math.isfinite(norm) and (in_loss is None or self._scaler is None):
             return place_of(self._gradients.first_not_finite(sums)), self._scaler is not None
         return in_loss, False  # no other scale makes a loss finite
 
     # --- without waiting for the device ------------------------------------------------------------------
 
-    def _need_not_wait(self, sums: Sums, terms: Any) -> bool:
+    def _need_not_wait(self, sums: Sums) -> bool:
         """Whether nothing on the host depends on the gradient being finite, as a schedule and a GradScaler do."""
         return (
             self._precision.device == "cuda"
             and self.scheduler is None
             and self._scaler is None
-            and callable(terms)
             and not self._ranks.is_sharded
             and len({p.get_device() for p in sums}) == 1
             and can_be_skipped_on_device(self._optimizer, sums)
         )
 
     def _finish_on_device(self, sums: Sums) -> PendingResult:
-        """The same, but the device checks whether the gradient is finite. The host may be a window ahead."""
+        """Has the device check whether the gradient is finite, and skip the step if it is not.
+
+        The host does not wait, so it may be a window ahead.
+        """
         norms, total = sums.norms_on_device()
         sums.clip(total, self.clip_norm, self.clip_value)
         parameters, number = list(sums), self.num_steps + 1

@@ -24,7 +24,7 @@ from ..core.weight import (
 )
 from ..core.window import Window
 from .batch import batch_size, cut
-from .distributed.totals import Agreed, LocalCounts
+from .distributed.totals import GetTotals, LocalCounts
 from .sums import Sums
 
 Weight = Callable[[Any], Any]
@@ -57,8 +57,8 @@ class Cut:
     ) -> None:
         self.micro_batches, self.weights, self.sizes = micro_batches, list(weights), sizes
         self.reduction, self.is_cut = reduction, is_cut
-        self.size: int | None = max(sizes, default=None)
-        """The size of the largest micro-batch."""
+        self.largest_micro_batch: int | None = max(sizes, default=None)
+        """How many samples the largest micro-batch has; None if that is not known."""
         self.passes = [
             (micro_batch, weight)
             for micro_batch, weight in zip(micro_batches, weights, strict=True)
@@ -79,7 +79,7 @@ class Cut:
         if is_cut:
             if micro_batch_size is None:
                 raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
-            micro_batches, sizes = cut(batch, micro_batch_size, is_one_too_few=has_norms)
+            micro_batches, sizes = cut(batch, micro_batch_size, avoid_single_sample=has_norms)
         elif not batch:
             raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
         else:
@@ -89,8 +89,8 @@ class Cut:
         weights = [(size,) for size in sizes] if weight is None else weigh(micro_batches, weight)
         return cls(micro_batches, weights, sizes, reduction, is_cut=is_cut)
 
-    def is_whole(self, *weights: Terms) -> bool:
-        """Whether no term of micro-batches with these weights is left out because it counts nothing."""
+    def has_all_terms(self, *weights: Terms) -> bool:
+        """Whether every term has a weight in each of these micro-batches; a term without one is not computed."""
         return self.reduction == "sum" or all(map(all, weights))
 
     def counts(self, num_hooks: int) -> LocalCounts:
@@ -103,9 +103,9 @@ class Cut:
         is_of_norm = isinstance(error, ValueError) and "more than 1 value per channel" in str(error)
         if is_of_norm and len(self.sizes) > 1 and self.sizes[-1] == 1:
             raise BatchError(
-                f"a batch of {sum(self.sizes)} in micro-batches of {self.size} ends with one of a single sample, from "
-                "which BatchNorm has no statistics: pass a micro_batch_size of 3 or more, or put BatchNorm into eval "
-                "mode"
+                f"a batch of {sum(self.sizes)} in micro-batches of {self.largest_micro_batch} ends with one of a "
+                "single sample, from which BatchNorm has no statistics: pass a micro_batch_size of 3 or more, or put "
+                "BatchNorm into eval mode"
             ) from error
 
 
@@ -115,13 +115,13 @@ class Shares(dict[Terms, Terms]):
     Computed at the first access: the total is known once the ranks agree, and the first forward pass need not wait.
     """
 
-    def __init__(self, agreed: Agreed, reduction: Reduction) -> None:
+    def __init__(self, get_totals: GetTotals, reduction: Reduction) -> None:
         super().__init__()
-        self._agreed = agreed
+        self._get_totals = get_totals
         self._reduction: Reduction = reduction
 
     def __missing__(self, weight: Terms) -> Terms:
-        self[weight] = shares(weight, self._agreed().total, self._reduction)
+        self[weight] = shares(weight, self._get_totals().total, self._reduction)
         return self[weight]
 
 
@@ -309,10 +309,10 @@ class MicroBatch:
 
 def weigh(micro_batches: Sequence[Any], weight: Weight) -> list[Terms]:
     """The weight of each micro-batch, checked; what is on a device is fetched in one go."""
-    return read([as_terms(weight(micro_batch)) for micro_batch in micro_batches])
+    return fetch_weights([as_terms(weight(micro_batch)) for micro_batch in micro_batches])
 
 
-def read(weights: Sequence[Terms]) -> list[Terms]:
+def fetch_weights(weights: Sequence[Terms]) -> list[Terms]:
     """The weights as plain numbers; those on a device are fetched together.
 
     Raises WeightError unless all of them, and their totals, are finite numbers of at least 0.
@@ -340,9 +340,9 @@ def on_host(weight: Terms) -> Terms:
 
 
 def _sum(weight: Tensor) -> Tensor:
-    """In plain numbers on the CPU; elsewhere wide, since torch divides whole numbers in float32.
+    """The sum of the weights of all samples; on a device in a wide dtype, since torch divides integers in float32.
 
-    If one sample counts less than nothing, others must not hide it: the sum is then no number.
+    A negative weight could be hidden by the others. It raises WeightError, or makes the sum NaN on a device.
     """
     if weight.is_meta or weight.is_quantized or weight.is_nested or weight.layout is not torch.strided:
         raise WeightError(
@@ -360,8 +360,8 @@ def _sum(weight: Tensor) -> Tensor:
                 f"{int((weight < 0).sum())} of {weight.numel()} samples have a weight below 0 ({weight.min():g} is the "
                 "lowest): a weight says how much a sample counts, so it must be at least 0"
             )
-    is_whole = weight.is_cpu and not weight.is_floating_point()
-    return weight.detach().sum(dtype=None if is_whole else _widest(weight))
+    is_integer = weight.is_cpu and not weight.is_floating_point()
+    return weight.detach().sum(dtype=None if is_integer else _widest(weight))
 
 
 def _widest(weight: Tensor) -> torch.dtype:

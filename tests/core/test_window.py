@@ -214,6 +214,16 @@ def test_cuts_of_seven(micro_batch_size, sizes):
     assert [part.stop - part.start for part in cuts(7, micro_batch_size)] == sizes
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "micro_batch_size", "sizes"),
+    [(7, 3, [3, 2, 2]), (9, 4, [4, 3, 2]), (8, 3, [3, 3, 2]), (7, 2, [2, 2, 2, 1]), (3, 1, [1] * 3), (1, 3, [1])],
+)
+def test_cuts_that_avoid_a_single_sample(batch_size, micro_batch_size, sizes):
+    parts = cuts(batch_size, micro_batch_size, avoid_single_sample=True)
+    assert [part.stop - part.start for part in parts] == sizes
+    assert [parts[0].start, parts[-1].stop] == [0, batch_size]
+
+
 @stable
 @given(st.integers(1, 60), st.integers(1, 65))
 def test_shares_cover_the_batch_in_order_and_differ_by_one_at_most(batch_size, num_ranks):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import BatchError, BigBatchWarning
-from bigbatch.torch import Accumulator
+from bigbatch.torch import Accumulator, verify
 
 from .training import sgd
 
@@ -68,6 +68,22 @@ def test_batches_are_cut_as_usual_if_one_sample_is_enough() -> None:
     assert sizes_of(model, 7, 3) == [3, 3, 1]
     model.train()
     assert sizes_of(model, 7, 3) == [3, 2, 2]
+
+
+@pytest.mark.parametrize(("size", "micro_batch_size"), [(7, 3), (9, 4), (13, 4), (8, 3)])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_verify_cuts_where_step_does(size: int, micro_batch_size: int, is_training: bool) -> None:
+    model = make().train(is_training)
+    seen: list[int] = []
+
+    def loop(model: nn.Module, micro_batches: list[Any]) -> None:
+        seen[:] = [len(micro_batch[0]) for micro_batch in micro_batches]
+        for micro_batch in micro_batches:
+            (loss(model, micro_batch) * len(micro_batch[0]) / size).backward()
+
+    assert verify(model, data(size), loss, micro_batch_size).is_exact is not is_training
+    verify(model, data(size), loss, micro_batch_size, step=loop)
+    assert seen == sizes_of(model, size, micro_batch_size)
 
 
 def test_error_explains_a_batch_that_leaves_one_sample() -> None:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers.tokenization_utils_base import BatchEncoding
 
 from bigbatch import BatchError
-from bigbatch.torch.batch import batch_size, cut, leaves, map_tensors, share, tensors
+from bigbatch.torch.batch import batch_size, cut, leaves, map_tensors, part_of_rank, tensors
 
 N = 7
 SIZES = [3, 3, 1]
@@ -501,13 +501,13 @@ def test_an_array_with_a_row_per_sample_is_refused(make):
 
 def test_shares_of_ranks() -> None:
     batch = {"x": X, "y": (Y.to_sparse(), "note"), "scale": torch.tensor(2.0)}
-    first, second = (share(batch, rank, 2) for rank in range(2))
+    first, second = (part_of_rank(batch, rank, 2) for rank in range(2))
     assert torch.equal(first["x"], X[:4])
     assert torch.equal(second["x"], X[4:])
     assert torch.equal(second["y"][0].to_dense(), Y[4:])
     assert second["y"][1] == "note"
     assert second["scale"] == 2
-    assert [None if part is None else len(part) for part in (share(X[:2], rank, 3) for rank in range(3))] == [
+    assert [None if part is None else len(part) for part in (part_of_rank(X[:2], rank, 3) for rank in range(3))] == [
         1,
         1,
         None,

@@ -485,9 +485,9 @@ class Forgetful(Accumulator):
 class StartsAnew(Accumulator):
     """Does the micro-batches of an interrupted step twice."""
 
-    def _accumulate(self, cut: Any, window: Any, agreed: Any) -> Any:
+    def _accumulate(self, cut: Any, window: Any, get_totals: Any) -> Any:
         window.losses.clear()
-        return super()._accumulate(cut, window, agreed)
+        return super()._accumulate(cut, window, get_totals)
 
 
 class UnawareBackward(Backward):

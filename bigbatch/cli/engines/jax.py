@@ -17,9 +17,9 @@ from ...core.verify.result import Verification
 from ...core.weight import as_plain, as_terms, counted, from_terms, share
 from ...core.window import cuts
 from ...jax import value_and_grad, verify
-from ...jax.batch import Arrays, Form, num_rows, split_arguments
+from ...jax.arguments import ArgumentLayout, Arrays, num_rows, split_arguments
 from ...jax.checkpoints import arrays_of, by_path, tree_of
-from ...jax.gradients import is_finite, parameter_name
+from ...jax.checks import is_finite, parameter_name
 from ..config import Config
 from ..errors import TaskError
 from ..task import Task, call_with, their_own_errors
@@ -60,13 +60,13 @@ class JaxEngine(Engine):
     # --- one step, compiled ----------------------------------------------------------------------------------
 
     def _compute_step(
-        self, form: Form, parameters: Any, state: Any, arrays: Arrays, number: Any, lr: Any
+        self, layout: ArgumentLayout, parameters: Any, state: Any, arrays: Arrays, number: Any, lr: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
         """The next parameters, the next state of the optimizer, and the numbers for the `Step`.
 
         Parameters and state do not change if the gradient is not finite or the total weight is zero or wrong.
         """
-        (_, batch), _ = form.bind(arrays)
+        (_, batch), _ = layout.bind(arrays)
         (value, found), gradient = self._value_and_grad(parameters, batch, *self._keys(number))
         found["grad_norm"] = optax.tree.norm(gradient)
         has_weight = jnp.stack([weight != 0 for weight in found["weights"]]).any()
@@ -120,12 +120,12 @@ class JaxEngine(Engine):
     # --- the interface of engine.py --------------------------------------------------------------------------
 
     def step(self, batch: Any) -> Step:
-        form, arrays = _split(batch)
+        layout, arrays = _split(batch)
         given = self.parameters, self.optimizer_state, arrays, self.num_steps, self._lr
-        shapes = form, *((array.shape, array.dtype) for array in jax.tree.leaves(arrays))
+        shapes = layout, *((array.shape, array.dtype) for array in jax.tree.leaves(arrays))
         with self._at_work():
             if shapes not in self._compiled:
-                self._compiled[shapes] = self._step.lower(form, *given).compile()
+                self._compiled[shapes] = self._step.lower(layout, *given).compile()
             self.parameters, self.optimizer_state, found = self._compiled[shapes](*given)
         self.num_steps += 1
         size = self.config.micro_batch_size
@@ -236,7 +236,7 @@ def _as_bf16(tree: Any) -> Any:
     return jax.tree.map(converted, tree)
 
 
-def _split(batch: Any) -> tuple[Form, Arrays]:
-    """The arrays of a batch, and its form: everything else in it."""
-    form, _, arrays = split_arguments((None, batch), {}, (0,), None)
-    return form, arrays
+def _split(batch: Any) -> tuple[ArgumentLayout, Arrays]:
+    """The arrays of a batch, and its layout: everything else in it."""
+    layout, _, arrays = split_arguments((None, batch), {}, (0,), None)
+    return layout, arrays

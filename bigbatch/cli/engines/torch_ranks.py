@@ -44,7 +44,7 @@ class TorchRanks(Ranks):
             return _Together(model, find_unused_parameters=True)
 
     def share(self, batch: Any) -> Any:
-        return nest.share(batch, self.rank, self.num)
+        return nest.part_of_rank(batch, self.rank, self.num)
 
     @contextmanager
     def own_random(self, seed: int, step: int) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """What `verify` needs from a framework: a copy of the user's model, a batch, and the ways to take its gradient."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,15 +16,16 @@ Rows = Sequence[int]
 
 
 class Trial(Protocol):
-    """A copy of the user's model, a batch, and the ways to take its gradient."""
+    """A copy of the user's model, a batch, and the ways to take its gradient.
+
+    What not every framework has, such as hooks, has a neutral default.
+    """
 
     reduction: Reduction
     epsilon: float
     """The epsilon of the dtype in which everything is computed."""
-
-    @property
-    def parts(self) -> Sequence[Rows]:
-        """The samples of each micro-batch."""
+    parts: Sequence[Rows]
+    """The samples of each micro-batch."""
 
     def full(self) -> Gradient:
         """The gradient of the whole batch, in one pass."""
@@ -52,6 +53,7 @@ class Trial(Protocol):
 
     def explained(self) -> list[str]:
         """Causes that explain any difference without further experiments."""
+        return []
 
     def right_scales(self) -> Array:
         """How much each micro-batch should count: one row per micro-batch, one column per term."""
@@ -61,32 +63,41 @@ class Trial(Protocol):
 
     def layer_causes(self) -> list[str]:
         """Layers that see the micro-batch instead of the batch."""
+        return []
 
     def blind_spots(self) -> list[str]:
         """What this comparison cannot see."""
+        return []
 
     def cut_elsewhere(self, is_mean: Callable[[Gradient, Gradient, Gradient], bool]) -> str | None:
         """A sentence if the samples are along another axis; `is_mean(whole, first, second)` tests a cut in two."""
+        return None
 
     def carried_over(self) -> list[str]:
         """The names of buffers that a pass changes, so that the next pass depends on it."""
+        return []
 
     @property
     def is_random(self) -> bool:
         """Whether random numbers were drawn that cannot be cut like the batch."""
+        return False
 
     @property
     def has_hooks(self) -> bool:
         """Whether parameters have hooks that change their gradients."""
+        return False
 
     def quiet(self) -> AbstractContextManager[None]:
         """Switches off, inside the block, dropout and the layers that see the micro-batch."""
+        return nullcontext()
 
     def without_dropout(self) -> AbstractContextManager[None]:
         """Switches off dropout inside the block; `notes` mentions it if there was any."""
+        return nullcontext()
 
     def without_hooks(self) -> AbstractContextManager[None]:
         """Switches off hooks of parameters inside the block."""
+        return nullcontext()
 
 
 def scales_of(weights: Sequence[Terms], reduction: Reduction) -> Array:

@@ -9,33 +9,37 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.errors import LossError
+from ...core.verify import trial
 from ...core.verify.result import total_error_of
 from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
 from ...core.window import cuts
-from ..batch import Arrays, Form, num_rows
-from ..gradients import check_gradients, parameter_name
+from ..arguments import ArgumentLayout, Arrays, num_rows
+from ..checks import check_gradients, parameter_name
 from ..internals import calls, dropout_off
 from ..keys import for_micro_batch, for_samples
-from ..window import Spec, WindowTrace
-from .uncut import cut_too, names_of_uncut
+from ..uncut import cut_too, names_of_uncut
+from ..window import LossShape, Spec, WindowTrace
 
 _DRAWING = ("random_bits", "threefry2x32", "rng_bit_generator")
 
 
-class Trial:
-    """The `Trial` of core/verify for JAX. Dropout is switched off for the comparison, and a note says so."""
+class Trial(trial.Trial):
+    """Dropout is switched off for the comparison, and a note says so."""
 
-    def __init__(self, spec: Spec, form: Form, parameters: Any, arrays: Arrays) -> None:
+    is_random = False
+
+    def __init__(self, spec: Spec, layout: ArgumentLayout, parameters: Any, arrays: Arrays) -> None:
         if spec.rng == "per_sample":
-            form, arrays = for_samples(form, arrays, ())
+            layout, arrays = for_samples(layout, arrays, ())
         self.reduction = spec.reduction
         self.parameters = parameters
         self.arrays = arrays
-        self.window = WindowTrace(spec, form, arrays)
-        self.micro_batches = self._cut(self.window)
-        numbered = WindowTrace(spec, form, arrays._replace(rows=[jnp.arange(num_rows(arrays))]))
+        self.window = WindowTrace(spec, layout, arrays)
+        self.shape = self.window.loss_shape((parameters,))
+        self.micro_batches = _micro_batches(self.window)
+        numbered = WindowTrace(spec, layout, arrays._replace(rows=[jnp.arange(num_rows(arrays))]))
         self.parts = [micro_batch.rows[0].tolist() for micro_batch in _micro_batches(numbered)]
-        dtypes = [self.window.terms_dtype, *(leaf.dtype for leaf in jax.tree.leaves(parameters))]
+        dtypes = [self.shape.terms_dtype, *(leaf.dtype for leaf in jax.tree.leaves(parameters))]
         self.epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         self._compiled: dict[int | None, Any] = {}
         self.has_dropout = False
@@ -45,10 +49,6 @@ class Trial:
             self.is_random = self._draws()
             self.has_dropout = not self.is_random
 
-    def _cut(self, window: WindowTrace) -> list[Arrays]:
-        window.inspect((self.parameters,))
-        return _micro_batches(window)
-
     def _draws(self) -> bool:
         """Whether another key gives another gradient."""
         other = self.arrays._replace(keys=for_micro_batch(self.arrays.keys, "per_micro_batch", 1, ()))
@@ -56,7 +56,7 @@ class Trial:
         return any(not np.array_equal(a, b, equal_nan=True) for a, b in found)
 
     def full(self) -> Gradient:
-        found = self._mix(self.window, self.micro_batches) if self.is_random else self._of(self.arrays)
+        found = self._mix(self.window, self.micro_batches, self.shape) if self.is_random else self._of(self.arrays)
         if not any(map(np.any, found.values())):
             raise LossError(
                 "the gradient of the whole batch is zero everywhere, so nothing can be compared: use the parameters "
@@ -64,9 +64,9 @@ class Trial:
             )
         return found
 
-    def _mix(self, window: WindowTrace, micro_batches: list[Arrays]) -> Gradient:
+    def _mix(self, window: WindowTrace, micro_batches: list[Arrays], shape: LossShape) -> Gradient:
         """The gradient of the weighted mean of the losses of these micro-batches, as one function."""
-        right = self._scales(window, micro_batches)
+        right = self._scales(window, micro_batches, shape)
 
         def loss(parameters: Any) -> Any:
             return sum(
@@ -80,7 +80,7 @@ class Trial:
 
     def accumulated(self) -> Gradient:
         with self._settled():
-            found = jax.jit(self.window.result)((self.parameters,)).gradient
+            found = jax.jit(lambda parameters: self.window.result(parameters, self.shape).gradient)((self.parameters,))
         return self._named(jax.tree.unflatten(jax.tree.structure(self.parameters), found))
 
     def gradient_of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
@@ -100,7 +100,7 @@ class Trial:
 
         def once() -> Gradient:  # on copies, since a loop may pop from a dict, or donate its arguments
             parameters, micro_batches = jax.tree.map(jnp.array, (self.parameters, picked))
-            batches = [self.window.form.batch(micro_batch) for micro_batch in micro_batches]
+            batches = [self.window.layout.batch(micro_batch) for micro_batch in micro_batches]
             found = loop(parameters, [batch[0] if len(batch) == 1 else batch for batch in batches])
             remedy = "return the gradient of the window with respect to the parameters, in their form"
             check_gradients(found, self.parameters, "step returned", remedy)
@@ -109,10 +109,10 @@ class Trial:
         return once(), once()
 
     def right_scales(self) -> Array:
-        return self._scales(self.window, self.micro_batches)
+        return self._scales(self.window, self.micro_batches, self.shape)
 
-    def _scales(self, window: WindowTrace, micro_batches: list[Arrays]) -> Array:
-        weights = [tuple(map(float, window.weights(micro_batch))) for micro_batch in micro_batches]
+    def _scales(self, window: WindowTrace, micro_batches: list[Arrays], shape: LossShape) -> Array:
+        weights = [tuple(map(float, window.weights(micro_batch, shape))) for micro_batch in micro_batches]
         return scales_of(weights, self.reduction)
 
     def notes(self) -> list[str]:
@@ -154,13 +154,14 @@ class Trial:
     def _cut_too(self) -> tuple[Gradient | None, str]:
         """The gradient if arrays that are passed whole, with as many rows as the batch, are cut too; and the cause."""
         num = num_rows(self.arrays)
-        if not (names := names_of_uncut(self.window.form, self.arrays, num)):
+        if not (names := names_of_uncut(self.window.layout, self.arrays, num)):
             return None, ""
-        form, arrays = cut_too(self.window.form, self.arrays, num)
-        window = WindowTrace(self.window.spec, form, arrays)
+        layout, arrays = cut_too(self.window.layout, self.arrays, num)
+        window = WindowTrace(self.window.spec, layout, arrays)
         cause = f"{names[0]} goes whole to every micro-batch, but is part of the batch: pass it by position"
         try:
-            return self._mix(window, self._cut(window)), cause
+            shape = window.loss_shape((self.parameters,))
+            return self._mix(window, _micro_batches(window), shape), cause
         except Exception:  # the loss does not run when cut like this
             return None, ""
 
@@ -191,13 +192,6 @@ class Trial:
     def _draws_inside(self) -> bool:
         loss = jax.make_jaxpr(lambda parameters: self.window.loss((parameters,), self.arrays)[0])
         return calls(loss(self.parameters).jaxpr, _DRAWING)
-
-    def layer_causes(self) -> list[str]:
-        return []
-
-    blind_spots = carried_over = layer_causes
-    quiet = without_dropout = without_hooks = nullcontext
-    has_hooks = False
 
     def _of(self, arrays: Arrays, scale: float = 1.0) -> Gradient:
         return self._gradient_of(lambda parameters: scale * sum(self.window.loss((parameters,), arrays)[0]))

@@ -13,8 +13,8 @@ from ...core.verify.compare import audit
 from ...core.verify.result import Verification
 from ...core.verify.trial import Loop
 from ...core.weight import Reduction, check_reduction
+from ..arguments import as_numbers, split_arguments
 from ..auxiliary import AuxSpec
-from ..batch import as_numbers, split_arguments
 from ..keys import Rng
 from ..window import Loss, Spec
 from .trial import Trial
@@ -72,8 +72,8 @@ def verify(
 
     def compare(given: Any) -> Verification:
         positional, named = given
-        form, (own,), arrays = split_arguments(positional, named, (0,), numbers)
-        trial = Trial(spec, form, own, arrays)
+        layout, (own,), arrays = split_arguments(positional, named, (0,), numbers)
+        trial = Trial(spec, layout, own, arrays)
         return audit(trial, tolerance, step)
 
     given = (parameters, batch, *args), dict(kwargs or {})

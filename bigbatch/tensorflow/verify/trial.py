@@ -1,8 +1,7 @@
 """A copy of the user's model, a batch, and several ways to compute its gradient."""
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from ml_dtypes import finfo
 
 from ...core.batch import batch_norm_causes
 from ...core.errors import BigBatchWarning, OptionError
+from ...core.verify import trial
 from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
 from ...core.weight import Reduction, Terms, as_terms, shares
 from ...core.window import Window, cuts
@@ -24,7 +24,7 @@ from ..internals import outside_of_scopes
 from ..layers import batch_norms, dropout_off, dropouts, with_value
 
 
-class Trial:
+class Trial(trial.Trial):
     """What core/verify/compare.py needs. Dropout is switched off for the comparison, and a note says so.
 
     Args:
@@ -54,11 +54,9 @@ class Trial:
         self.reduction: Reduction = reduction
         self.layout = layout = Layout(batch)
         self.batch = layout.pack(layout.tensors)
-        self.parts = [range(rows.start, rows.stop) for rows in cuts(batch_size(layout), micro_batch_size)]
+        self.parts = parts = [range(rows.start, rows.stop) for rows in cuts(batch_size(layout), micro_batch_size)]
         self.epsilon = max((_epsilon_of(v.dtype) for v in model.trainable_variables), default=_epsilon_of("float64"))
-        self.micro_batches = [
-            layout.pack([part(t, rows.start, rows.stop) for t in layout.tensors]) for rows in self.parts
-        ]
+        self.micro_batches = [layout.pack([part(t, rows.start, rows.stop) for t in layout.tensors]) for rows in parts]
         self._held = [(v, tf.identity(as_tf_variable(v))) for v in model.variables]
         self._dropouts = [layer.name for layer in dropouts(model)]
 
@@ -122,20 +120,6 @@ class Trial:
 
     def quiet(self) -> AbstractContextManager[None]:
         return with_value(batch_norms(self.model), "trainable", False)  # then it uses its moving statistics
-
-    def blind_spots(self) -> list[str]:
-        return []
-
-    explained = blind_spots
-
-    def cut_elsewhere(self, is_mean: Callable[[Gradient, Gradient, Gradient], bool]) -> str | None:
-        return None
-
-    def carried_over(self) -> list[str]:
-        return []
-
-    is_random = has_hooks = False
-    without_dropout = without_hooks = nullcontext
 
     def _loss(self, model: Any, batch: Any) -> Any:
         with dropout_off(model):

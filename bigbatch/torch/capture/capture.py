@@ -75,7 +75,7 @@ class _Capture:
             )
 
     def _has_changed(self) -> bool:
-        now = [id(self._loss), *map(id, self._gradients.parameters), *fingerprint(self._model, self._loss)]
+        now = [id(self._loss), *map(id, self._gradients.held()), *fingerprint(self._model, self._loss)]
         if now == self._fingerprint:
             return False
         self._forget()
@@ -108,7 +108,7 @@ class _Capture:
         self, loss: Loss, micro_batch: Any, weight: Terms, shares: Shares, buffer: GradientBuffer
     ) -> Recorded | None:
         """Returns the recorded pass that has done it; None, with nothing done, if it has to run eagerly."""
-        scale = self._eager.scaled(shares[weight])
+        scale = self._eager.times_divisor(shares[weight])
         key = (tuple(map(bool, scale)), _shape_of(micro_batch, self.device))
         if (recorded := self._recorded.get(key)) is not None:
             self.num_replays += 1
@@ -175,7 +175,7 @@ def capture_for(
         return None
     if capture is not True and capture != "auto":
         raise OptionError(f'capture={capture!r} is unknown: pass True, False or "auto"')
-    parameters = gradients.parameters
+    parameters = gradients.held()
     if reason := _why_not(parameters, loss, gradients, ranks):
         if capture is True:
             raise OptionError(reason)

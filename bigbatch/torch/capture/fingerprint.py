@@ -64,7 +64,7 @@ def _look(values: Iterable[Any], found: list[Any], seen: set[int]) -> None:
 
 
 def _place(tensor: Tensor) -> Any:
-    """Where the loss reads a tensor and who hears of its gradient. A number on the host is recorded as a constant."""
+    """The memory and the graph of a tensor that the loss reads; a number on the host is recorded as a constant."""
     if tensor.grad_fn is not None:
         return None  # each pass makes its own
     if tensor.layout is not torch.strided or is_lazy(tensor):

@@ -92,7 +92,7 @@ class Pass:
             buffer.put(unit)
             sums.update((p, g.clone()) for p, g in _taken(buffer).items())  # they may lie in `memory`
             seeds = [self.eager.seed(*pair).clone() for pair in zip(factors, terms, strict=True)]
-            run_backward(*self.eager.counted(terms, factors))
+            run_backward(*self.eager.terms_and_seeds(terms, factors))
             buffer.unalias()
             expected = _taken(buffer)
             losses = [term.detach().reshape(()).clone() for term in terms]
@@ -187,7 +187,7 @@ class Pass:
         """What a backward pass adds to each leaf; adding it up takes few launches if they are added all at once."""
         counted = [(terms[t], seeds[t]) for t, scale in enumerate(self.scale) if scale and terms[t].requires_grad]
         losses = [term for term, _ in counted]
-        reached = leaves_of(*losses) & {*leaves, *self.gradients.parameters}
+        reached = leaves_of(*losses) & {*leaves, *self.gradients.held()}
         if reached != set(leaves):
             raise CaptureError(
                 f"the loss reached {len(reached)} parameters and {len(leaves)} before with the same micro-batch, which "

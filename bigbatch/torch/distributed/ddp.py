@@ -16,8 +16,8 @@ from ...core.weight import Terms
 from .. import internals
 from ..gradients import GradientBuffer, Gradients
 from .other_models import Others
-from .ranks import Shared, check_group
-from .totals import Agreed, LocalCounts, Totals
+from .ranks import SeveralRanks, check_group
+from .totals import GetTotals, LocalCounts, Totals
 
 _NOT_ALL_USED = (
     "DistributedDataParallel cannot reduce the gradients of a window that used only some of the parameters: "
@@ -25,7 +25,7 @@ _NOT_ALL_USED = (
 )
 
 
-class DataParallel(Shared):
+class DataParallel(SeveralRanks):
     """Runs every pass but the last of a window inside of `no_sync`.
 
         with model.no_sync():
@@ -54,7 +54,7 @@ class DataParallel(Shared):
         self._others = Others(model)
         self._is_overlapping = False
         self._is_waiting = False
-        """Whether DDP will reduce in the next backward pass, whoever runs it."""
+        """Whether DDP will reduce in the next backward pass, ours or the user's."""
         self._has_failed = False
         self._has_forgotten = False
         self._check_model(gradients)
@@ -108,14 +108,14 @@ class DataParallel(Shared):
         internals.ddp_reset(self._model)
         self._is_waiting = self._has_failed = False
 
-    def agree(self, counts: LocalCounts) -> Agreed:
+    def agree(self, counts: LocalCounts) -> GetTotals:
         """If one rank has reset DDP, all do: its buckets are rebuilt, in which all ranks take part."""
         self._forget()
-        agreed = super().agree(counts._replace(is_unfinished=self._has_forgotten))
+        get_totals = super().agree(counts._replace(is_unfinished=self._has_forgotten))
 
         @functools.cache
         def then() -> Totals:
-            totals = agreed()
+            totals = get_totals()
             if totals.is_unfinished:
                 self._reset()
                 self._has_forgotten = False
@@ -132,10 +132,10 @@ class DataParallel(Shared):
 
     # --- passes ------------------------------------------------------------------------------------------
 
-    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool) -> bool:
-        is_last = number == num_own - 1 and self._is_overlapping and is_whole
+    def is_last(self, number: int, num_own: int, get_totals: GetTotals, *, has_all_terms: bool) -> bool:
+        is_last = number == num_own - 1 and self._is_overlapping and has_all_terms
         if is_last:
-            agreed()  # if DDP is to be reset, then before the pass that reduces
+            get_totals()  # if DDP is to be reset, then before the pass that reduces
         return is_last
 
     def check_loss_dtype(self, *, is_low: bool) -> None:
@@ -167,21 +167,22 @@ class DataParallel(Shared):
             raise GradientError(_NOT_ALL_USED) from error
         self._is_reduced, self._is_waiting = True, False
 
-    def complete(self, buffer: GradientBuffer, *, is_whole: bool = True) -> None:
+    def complete(self, buffer: GradientBuffer, *, has_all_terms: bool = True) -> None:
         if not self._is_reduced:
-            self._add_nothing(buffer, is_whole=is_whole)
+            self._reduce_with_zeros(buffer, has_all_terms=has_all_terms)
         self._used = [p for p in buffer.parameters if p.grad is not None][:1]
 
-    def _add_nothing(self, buffer: GradientBuffer, *, is_whole: bool) -> None:
+    def _reduce_with_zeros(self, buffer: GradientBuffer, *, has_all_terms: bool) -> None:
+        """Makes DDP reduce what is in .grad, by a backward pass that adds zeros."""
         held = [p for p in buffer.parameters if p in self._reduced]
         used = [p for p in held if p.grad is not None]
         parameters: list[Tensor] = [p for p in self._model.parameters() if p in self._reduced]
         if self._model.find_unused_parameters:  # a parameter without a gradient on any rank keeps none
             parameters = used or self._used or parameters[-1:]
-        elif is_whole and used and len(used) < len(held):
+        elif has_all_terms and used and len(used) < len(held):
             raise GradientError(_NOT_ALL_USED)
         module = self._model.module
-        self._model.module = _AddsNothing(parameters, self._sparse, dict(module.named_buffers()))
+        self._model.module = _ZeroModel(parameters, self._sparse, dict(module.named_buffers()))
         self._model.require_forward_param_sync = True
         try:
             with torch.enable_grad():
@@ -191,8 +192,8 @@ class DataParallel(Shared):
         self._finish()
 
 
-class _AddsNothing(nn.Module):
-    """Uses the parameters and adds zero to their gradients. DDP broadcasts its buffers, which are the model's."""
+class _ZeroModel(nn.Module):
+    """Stands in for the model: its output is 0, and so is every gradient. DDP broadcasts the model's buffers."""
 
     def __init__(self, parameters: list[Tensor], sparse: set[Tensor], buffers: dict[str, Tensor]) -> None:
         super().__init__()
@@ -205,11 +206,13 @@ class _AddsNothing(nn.Module):
 
     def forward(self, _: None) -> Tensor:
         # The last layer first, as in a real backward pass: DDP fills its buckets in the order that it observes
-        zero: Tensor = _Nothing.apply(self._sparse, *reversed(self._used))
+        zero: Tensor = _ZeroGradients.apply(self._sparse, *reversed(self._used))
         return zero
 
 
-class _Nothing(torch.autograd.Function):
+class _ZeroGradients(torch.autograd.Function):
+    """0, whose gradient for each parameter is zeros that take no memory."""
+
     @staticmethod
     def forward(ctx: Any, sparse: set[Tensor], *parameters: Tensor) -> Tensor:
         ctx.parameters, ctx.sparse = parameters, sparse

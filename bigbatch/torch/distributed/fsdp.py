@@ -13,16 +13,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ...core.errors import LossError, OptionError, OrderError, WeightError
-from ...core.weight import Terms
+from ...core.weight import Terms, from_terms
 from .. import internals
 from ..batch import map_tensors
 from ..gradients import GradientBuffer, Gradients
 from ..precision import LOW
-from ..window import read
+from ..window import fetch_weights
 from .other_models import Others
-from .ranks import Reduce, Shared, check_group
+from .ranks import Reduce, SeveralRanks, check_group
 from .shards import local
-from .totals import Agreed, LocalCounts, Totals
+from .totals import GetTotals, LocalCounts, Totals
 
 _REMEDY = (
     "keep parameters in float32 and pass fully_shard "
@@ -30,7 +30,7 @@ _REMEDY = (
 )
 
 
-class Sharded(Shared):
+class Sharded(SeveralRanks):
     """Reduces gradients in every pass, which leaves this rank's part of them, or once, in the last.
 
     Until that last pass, whole gradients stay inside of the model.
@@ -95,14 +95,14 @@ class Sharded(Shared):
 
     # --- passes ------------------------------------------------------------------------------------------
 
-    def begin(self, micro_batches: Sequence[Any], agreed: Agreed) -> None:
+    def begin(self, micro_batches: Sequence[Any], get_totals: GetTotals) -> None:
         """Makes sure that every rank has a micro-batch that it can run the model on."""
-        agreed()  # the first pass gathers parameters, in which all ranks take part
-        super().begin(micro_batches, agreed)
+        get_totals()  # the first pass gathers parameters, in which all ranks take part
+        super().begin(micro_batches, get_totals)
         if self.spare is None and micro_batches:
             self.spare = map_tensors(Tensor.clone, micro_batches[0])
         if len(self._have_spare) < self.size:
-            with_data = {rank for rank, num in enumerate(agreed().num_passes) if num}
+            with_data = {rank for rank, num in enumerate(get_totals().num_passes) if num}
             if with_data and self._have_spare.union(with_data) != set(range(self.size)):
                 self._hand_out(min(with_data))
                 with_data = set(range(self.size))
@@ -115,8 +115,8 @@ class Sharded(Shared):
         if self.spare is None:
             self.spare = map_tensors(lambda tensor: tensor.to(self._device), found[0])
 
-    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool) -> bool:
-        return number == max(agreed().num_passes) - 1
+    def is_last(self, number: int, num_own: int, get_totals: GetTotals, *, has_all_terms: bool) -> bool:
+        return number == max(get_totals().num_passes) - 1
 
     @contextmanager
     def passing(self, *, is_last: bool) -> Iterator[None]:
@@ -139,7 +139,7 @@ class Sharded(Shared):
                 "return it in float32, for example loss.float()"
             )
 
-    def complete(self, buffer: GradientBuffer, *, is_whole: bool = True) -> None:
+    def complete(self, buffer: GradientBuffer, *, has_all_terms: bool = True) -> None:
         if self.holds_gradients and not self._is_reduced:
             internals.fsdp_reduce(self._model)
             self._is_reduced = True
@@ -170,11 +170,11 @@ class Sharded(Shared):
                 'keeps one sum for all of them: pass reduce="micro_batch", or use step()'
             )
         with self.raise_on_all_ranks():
-            own = read([weight])[0]
+            own = fetch_weights([weight])[0]
             if not all(own):
                 raise WeightError(
-                    f"a micro-batch has the weight {own}, and a loss that counts zero is not run on this rank alone: "
-                    "with fully_shard leave it out on all ranks, or use step()"
+                    f"this micro-batch has the weight {from_terms(own)}. With fully_shard all ranks run each "
+                    "micro-batch together, so one rank cannot skip it: leave it out on all ranks, or use step()"
                 )
         totals = self.agree(LocalCounts(own, num_passes=1))()
         passes = totals.num_passes

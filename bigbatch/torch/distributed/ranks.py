@@ -14,20 +14,22 @@ from torch.amp import GradScaler
 from ...core.errors import OptionError, OrderError, RankError
 from ...core.weight import Reduction, Terms, shares, weighted
 from ..gradients import GradientBuffer, Gradients
-from .totals import Agreed, LocalCounts, Totals, exchange
+from .totals import GetTotals, LocalCounts, Totals, exchange
 
 Reduce = Literal["window", "micro_batch"]
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Ranks:
-    """One process that trains a model alone; and the methods of a model that several ranks train together.
+    """How the ranks that train a model work together. This class is for one process, which has nobody to wait for.
+
+    `SeveralRanks` is the base of `DataParallel` (ddp.py) and `Sharded` (fsdp.py), which do the communication.
 
     A step, on every rank, with or without data of its own:
 
         with ranks.raise_on_all_ranks():                # checks of the input
             ranks.check(…)
-        agreed = ranks.agree(counts)                    # a small all-reduce, waited for when the totals are needed
+        get_totals = ranks.agree(counts)                # a small all-reduce, waited for when the totals are needed
         with ranks.window():
             for micro_batch in window:
                 with ranks.passing(is_last=…):
@@ -46,7 +48,7 @@ class Ranks:
     size, rank, divisor = 1, 0, 1.0
     spare: Any = None
 
-    def agree(self, counts: LocalCounts) -> Agreed:
+    def agree(self, counts: LocalCounts) -> GetTotals:
         """Starts the exchange of the counts; returns a function that waits for the totals."""
         total, num_passes, num_micro_batches, is_ending, *_ = counts
         totals = Totals(total or (0,), (num_passes,), num_micro_batches, is_ending, num_hooks=(counts.num_hooks,))
@@ -80,15 +82,15 @@ class Ranks:
     def check(self, gradients: Gradients, weights: Sequence[Terms] = ()) -> None:
         """Raises if something could not be reduced over ranks."""
 
-    def begin(self, micro_batches: Sequence[Any], agreed: Agreed) -> None:
+    def begin(self, micro_batches: Sequence[Any], get_totals: GetTotals) -> None:
         """Called before the first pass of `step()`."""
 
     def window(self) -> AbstractContextManager[None]:
         """Around all passes: after an error nothing is left of them inside of the model."""
         return _NOTHING
 
-    def is_last(self, number: int, num_own: int, agreed: Agreed, *, is_whole: bool) -> bool:
-        """Whether the pass with this number reduces the gradients; `is_whole` if no term is left out in it."""
+    def is_last(self, number: int, num_own: int, get_totals: GetTotals, *, has_all_terms: bool) -> bool:
+        """Whether the pass with this number reduces the gradients; `has_all_terms` if no term is left out in it."""
         return False
 
     def passing(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -98,8 +100,8 @@ class Ranks:
     def check_loss_dtype(self, *, is_low: bool) -> None:
         """Between forward and backward: raises LossError if a loss in low precision cannot be weighed here."""
 
-    def complete(self, buffer: GradientBuffer, *, is_whole: bool = True) -> None:
-        """Reduces the gradients if no pass has; `is_whole` if no pass of this rank left out a term."""
+    def complete(self, buffer: GradientBuffer, *, has_all_terms: bool = True) -> None:
+        """Reduces the gradients if no pass has; `has_all_terms` if no pass of this rank left out a term."""
 
     def buffers_kept(self) -> AbstractContextManager[None]:
         """Around a pass that must not change running statistics."""
@@ -113,8 +115,8 @@ class Ranks:
         """Raises RankError if hooks changed the gradient on some ranks that other ranks do not have."""
 
 
-class Shared(Ranks):
-    """A model that the ranks of a process group train together."""
+class SeveralRanks(Ranks):
+    """The ranks of a process group that train one model together: what DDP and fully_shard have in common."""
 
     is_shared = True
 
@@ -133,14 +135,14 @@ class Shared(Ranks):
             ranks = dist.get_process_group_ranks(group)
             self._host_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
-    def agree(self, counts: LocalCounts) -> Agreed:
+    def agree(self, counts: LocalCounts) -> GetTotals:
         self._is_reduced = False
         return exchange(counts, self._host_group)
 
-    def begin(self, micro_batches: Sequence[Any], agreed: Agreed) -> None:
-        if self._has_sync_batch_norm and len(set(agreed().num_passes)) > 1:
+    def begin(self, micro_batches: Sequence[Any], get_totals: GetTotals) -> None:
+        if self._has_sync_batch_norm and len(set(num_passes := get_totals().num_passes)) > 1:
             raise OrderError(
-                f"ranks have {min(agreed().num_passes)} to {max(agreed().num_passes)} micro-batches but SyncBatchNorm "
+                f"ranks have {min(num_passes)} to {max(num_passes)} micro-batches but SyncBatchNorm "
                 "makes each of them wait for the others in every one: give all ranks equally many"
             )
 
@@ -162,7 +164,7 @@ class Shared(Ranks):
             raise
 
     def check(self, gradients: Gradients, weights: Sequence[Terms] = ()) -> None:
-        held = gradients.parameters
+        held = gradients.held()
         if strange := [p for p in held if p.requires_grad and p not in self._reduced]:
             raise OptionError(
                 f"the gradients of {len(strange)} of {len(held)} parameters that the optimizer holds "

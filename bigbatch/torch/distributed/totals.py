@@ -49,28 +49,26 @@ class Totals(NamedTuple):
     num_hooks: tuple[int, ...] = (0,)
 
 
-Agreed = Callable[[], Totals]
-"""Returns the totals; waits if they have not arrived."""
+GetTotals = Callable[[], Totals]
+"""A function that waits for the other ranks' counts and returns the totals."""
 
 
-def exchange(share: LocalCounts, group: dist.ProcessGroup) -> Agreed:
+def exchange(own: LocalCounts, group: dist.ProcessGroup) -> GetTotals:
     """Starts the one small all-reduce of a step, which goes on while this rank works."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    num_terms = len(share.total)
+    num_terms = len(own.total)
     if num_terms > _MAX_TERMS:
         raise LossError(f"the loss has {num_terms} terms but ranks can share {_MAX_TERMS}: add some of them up")
     by_rank = torch.zeros(5, size, dtype=torch.float64)
-    by_rank[:, rank] = torch.tensor(
-        [share.num_passes, share.is_ending, share.has_failed, share.is_unfinished, share.num_hooks]
-    )
-    terms = [*share.total, *[0] * (_MAX_TERMS - num_terms)]
+    by_rank[:, rank] = torch.tensor([own.num_passes, own.is_ending, own.has_failed, own.is_unfinished, own.num_hooks])
+    terms = [*own.total, *[0] * (_MAX_TERMS - num_terms)]
     has_terms = num_terms > 0
-    head = torch.tensor([share.num_micro_batches, has_terms, num_terms, num_terms**2, *terms], dtype=torch.float64)
+    head = torch.tensor([own.num_micro_batches, has_terms, num_terms, num_terms**2, *terms], dtype=torch.float64)
     message = torch.cat([head, by_rank.flatten()])
     work = dist.all_reduce(message, group=group, async_op=True)
 
     @functools.cache
-    def agreed() -> Totals:
+    def get_totals() -> Totals:
         work.wait()
         num_micro_batches, num_with_terms, num_all_terms, squares, *rest = message.tolist()
         passes, ending, failed, unfinished, hooks = (
@@ -96,4 +94,4 @@ def exchange(share: LocalCounts, group: dist.ProcessGroup) -> Agreed:
             tuple(map(int, hooks)),
         )
 
-    return agreed
+    return get_totals

@@ -1,8 +1,9 @@
 """A copy of the user's model, a batch, and the ways to take its gradient."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from ...core.batch import batch_norm_causes
 from ...core.errors import BigBatchWarning
 from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
 from ...core.weight import Reduction, Terms, as_terms
-from ...core.window import Window, cuts
+from ...core.window import Window
 from .. import batch as nest
 from .. import hooks
 from ..accumulator import Accumulator
@@ -29,7 +30,7 @@ from .time_major import cut_along_axis_1, cut_along_time
 
 
 class Trial:
-    """See core/verify/trial.py. Dropout uses the same masks for both gradients, if they can be cut."""
+    """Implements `core.verify.trial.Trial`, with the same dropout masks for both gradients if they can be cut."""
 
     def __init__(
         self,
@@ -46,9 +47,11 @@ class Trial:
         self.loss = loss
         self.weight = weight
         self.reduction: Reduction = reduction
-        self.batch_size = nest.batch_size(batch)
-        nest.cut(batch, micro_batch_size)  # raises BatchError if it cannot be cut
-        self.parts = [range(part.start, part.stop) for part in cuts(self.batch_size, micro_batch_size)]
+        _, sizes = nest.cut(batch, micro_batch_size, avoid_single_sample=bool(batch_norms(model)))  # as step() does
+        self.parts: Sequence[Rows] = [
+            range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)
+        ]
+        self.batch_size = sum(sizes)
         self.parameters = list(model.parameters())
         self.epsilon = max(torch.finfo(p.dtype).eps for p in self.parameters)
         self._is_training = is_training
@@ -277,7 +280,7 @@ class Trial:
             leaf.grad = gradient
 
     def _gradient(self) -> dict[str, Array]:
-        """What is in `.grad` now."""
+        """A copy of `.grad`, by the parameter's name."""
         return {name: as_array(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
 
     def _reset(self) -> None:

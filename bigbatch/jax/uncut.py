@@ -6,18 +6,18 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...core.errors import BatchError
-from ...core.window import check_lists
-from ..batch import Arrays, Form, name_of
+from ..core.errors import BatchError
+from ..core.window import check_lists
+from .arguments import ArgumentLayout, Arrays, name_of
 
 
-def check_uncut(form: Form, arrays: Arrays, num_samples: int, trace: Callable[[int], Any]) -> None:
+def check_uncut(layout: ArgumentLayout, arrays: Arrays, num_samples: int, trace: Callable[[int], Any]) -> None:
     """Raises BatchError for an uncut argument with as many rows as the batch, if the loss works with no other number.
 
     If the argument is a table that has as many rows by accident, the loss works with any number of samples.
     `trace(num_samples)` traces the loss with so many.
     """
-    if (error := _uncut_error(form, arrays, num_samples)) is None:
+    if (error := _uncut_error(layout, arrays, num_samples)) is None:
         return
     try:
         trace(num_samples)
@@ -29,15 +29,15 @@ def check_uncut(form: Form, arrays: Arrays, num_samples: int, trace: Callable[[i
         raise error from reason
 
 
-def _uncut_error(form: Form, arrays: Arrays, num_samples: int) -> BatchError | None:
+def _uncut_error(layout: ArgumentLayout, arrays: Arrays, num_samples: int) -> BatchError | None:
     """The error for an array or a list of numbers with as many rows as the batch; None if there is none."""
     if num_samples < 2:
         return None
     try:
-        check_lists(list(form.bind(arrays)), num_samples)
+        check_lists(list(layout.bind(arrays)), num_samples)
     except BatchError as error:
         return error
-    if not (names := names_of_uncut(form, arrays, num_samples)):
+    if not (names := names_of_uncut(layout, arrays, num_samples)):
         return None
     return BatchError(
         f"{names[0]} goes whole to every micro-batch, and has {num_samples} rows, as many as the batch: to cut it like "
@@ -45,18 +45,18 @@ def _uncut_error(form: Form, arrays: Arrays, num_samples: int) -> BatchError | N
     )
 
 
-def names_of_uncut(form: Form, arrays: Arrays, num_samples: int) -> list[str]:
+def names_of_uncut(layout: ArgumentLayout, arrays: Arrays, num_samples: int) -> list[str]:
     """The names of the uncut arrays with as many rows as the batch."""
-    return [name_of(path) for path, role, leaf in form.leaves(arrays) if _is_uncut(role, leaf, num_samples)]
+    return [name_of(path) for path, role, leaf in layout.leaves(arrays) if _is_uncut(role, leaf, num_samples)]
 
 
-def cut_too(form: Form, arrays: Arrays, num_samples: int) -> tuple[Form, Arrays]:
+def cut_too(layout: ArgumentLayout, arrays: Arrays, num_samples: int) -> tuple[ArgumentLayout, Arrays]:
     """The same arguments, with these arrays as part of the batch."""
-    leaves = [(role, leaf) for _, role, leaf in form.leaves(arrays)]
+    leaves = [(role, leaf) for _, role, leaf in layout.leaves(arrays)]
     roles = tuple("rows" if _is_uncut(role, leaf, num_samples) else role for role, leaf in leaves)
     rows = [leaf for role, (_, leaf) in zip(roles, leaves, strict=True) if role == "rows"]
     whole = [leaf for role, (_, leaf) in zip(roles, leaves, strict=True) if role == "whole"]
-    return replace(form, roles=roles), Arrays(rows, arrays.keys, whole)
+    return replace(layout, roles=roles), Arrays(rows, arrays.keys, whole)
 
 
 def _is_uncut(role: str, leaf: Any, num_samples: int) -> bool:

@@ -1,11 +1,13 @@
-"""Gradients that bigbatch is given: their names, and whether they fit the parameters."""
+"""Checks of the gradients and the weights that the user passes."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ..core.errors import GradientError
+from ..core.errors import GradientError, WeightError
+from ..core.weight import as_plain, check_weight
 
 
 def parameter_name(path: Any) -> str:
@@ -36,3 +38,19 @@ def check_gradients(gradients: Any, parameters: Any, given: str, remedy: str) ->
 def is_finite(tree: Any) -> jax.Array:
     """Whether every number in a pytree is finite."""
     return jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)], bool).all()
+
+
+def checked_weight(weight: Any, dtype: Any, *, of: str = "a micro-batch") -> Any:
+    """The weight of a micro-batch, or of one term of its loss, as one number: the sum of an array, in this dtype.
+
+    The values of a traced weight cannot be checked. If one is negative or not finite the weight becomes NaN, so that
+    the result is not finite instead of wrong.
+    """
+    if not isinstance(weight, jax.Array | np.ndarray):
+        return check_weight((as_plain(weight),), of=of)[0]
+    if not any(jnp.issubdtype(weight.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+        raise WeightError(f"the weight of {of} is an array of {weight.dtype}: it must be an array of real numbers")
+    if isinstance(weight, np.ndarray):
+        check_weight(tuple(weight.ravel().tolist()), of=of)
+    weight = jnp.asarray(weight)
+    return jnp.where(jnp.all(jnp.isfinite(weight) & (weight >= 0)), jnp.sum(weight, dtype=dtype), jnp.nan)

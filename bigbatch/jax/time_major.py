@@ -5,8 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...core.errors import warn
-from ..internals import scans
+from ..core.errors import warn
+from .internals import scans
 
 _ADDING = ("add", "add_any", "sub", "scatter-add")
 _WRITING = ("scatter", "dynamic_update_slice")

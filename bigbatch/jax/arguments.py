@@ -1,4 +1,4 @@
-"""The arguments of a loss: parameters, arrays to cut, and what is passed whole to every micro-batch; and `pad`."""
+"""The arguments of a loss: parameters, arrays to cut, and what is passed whole to every micro-batch."""
 
 import enum
 import types
@@ -12,9 +12,7 @@ import numpy as np
 from jax.experimental.sparse import JAXSparse
 
 from ..core.batch import shared_size
-from ..core.errors import BatchError, OptionError, WeightError
-from ..core.options import positive
-from ..core.weight import as_plain, check_weight
+from ..core.errors import BatchError, OptionError
 
 _Role = Literal["rows", "key", "whole", "static"]
 _NOT_NUMBERS = ("U", "S", "O")  # kinds of NumPy arrays that JAX cannot hold: strings, objects
@@ -34,8 +32,8 @@ class Arrays(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Form:
-    """The arguments without their arrays. Calls with equal forms share one compiled function.
+class ArgumentLayout:
+    """What the arguments are, without their arrays. Calls with equal layouts share one compiled function.
 
     Args:
         structure: The structure of the arguments as a pytree, with None for each parameter.
@@ -53,7 +51,7 @@ class Form:
 
     @property
     def is_hashable(self) -> bool:
-        """Whether a compiled function can be kept for this form: no argument of it may change between two calls."""
+        """Whether a compiled function can be cached for this layout: none of its arguments can change between calls."""
         try:
             hash(self)
         except TypeError:
@@ -90,7 +88,7 @@ class _Static:
 
     value: Any = field(compare=False)
     key: Any
-    """Unhashable if the object may change between two calls, so that no compiled function is kept for it."""
+    """Unhashable if the object may change between two calls, so that no compiled function is cached for it."""
 
     @classmethod
     def of(cls, value: Any) -> "_Static":
@@ -101,14 +99,14 @@ class _Static:
 
 def split_arguments(
     args: Sequence[Any], kwargs: dict[str, Any], argnums: tuple[int, ...], batch_argnums: tuple[int, ...] | None
-) -> tuple[Form, tuple[Any, ...], Arrays]:
-    """Splits the arguments of a call into their form, the parameters and the other arrays.
+) -> tuple[ArgumentLayout, tuple[Any, ...], Arrays]:
+    """Splits the arguments of a call into their layout, the parameters and the other arrays.
 
     The batch is every positional argument that is not a parameter, or those that `batch_argnums` names. Keyword
     arguments and scalars are passed whole.
     """
-    argnums = _from_0("argnums", argnums, len(args))
-    batch_argnums = None if batch_argnums is None else _from_0("batch_argnums", batch_argnums, len(args))
+    argnums = _non_negative("argnums", argnums, len(args))
+    batch_argnums = None if batch_argnums is None else _non_negative("batch_argnums", batch_argnums, len(args))
     others = [None if number in argnums else arg for number, arg in enumerate(args)]
     leaves, structure = jax.tree.flatten_with_path((others, kwargs), is_leaf=lambda leaf: isinstance(leaf, JAXSparse))
 
@@ -126,7 +124,9 @@ def split_arguments(
             "the loss was called without an array that can be cut: pass the batch by position, after the parameters; "
             "register your own classes with jax.tree_util.register_dataclass"
         )
-    size = _check_rows(list(zip(map(name_of, paths), found["rows"], strict=True)))
+    sizes = [(name_of(path), int(row.shape[0])) for path, row in zip(paths, found["rows"], strict=True)]
+    remedy = "; pass what has no sample axis by keyword, or leave it out of batch_argnums"
+    size = shared_size(sizes, None, remedy)
     for (path, leaf), role in zip(leaves, roles, strict=True):
         if role == "key" and is_cut(path) and leaf.shape == (size,):
             raise OptionError(
@@ -135,8 +135,8 @@ def split_arguments(
             )
     cut = tuple(sorted({path[1].idx for path in paths}))
     statics = tuple(_Static.of(leaf) for leaf in found["static"])
-    form = Form(structure, roles, statics, argnums, cut)
-    return form, tuple(args[number] for number in argnums), Arrays(found["rows"], found["key"], found["whole"])
+    layout = ArgumentLayout(structure, roles, statics, argnums, cut)
+    return layout, tuple(args[number] for number in argnums), Arrays(found["rows"], found["key"], found["whole"])
 
 
 def _role_of(path: Any, leaf: Any, *, is_cut: bool) -> _Role:
@@ -177,21 +177,15 @@ def _is_named_key(path: Any) -> bool:
     return is_argument or (len(names) <= 2 and any(word in name for name in names for word in ("key", "rng")))
 
 
-def _from_0(name: str, numbers: tuple[int, ...], num_arguments: int) -> tuple[int, ...]:
-    """Numbers of arguments without negative ones; raises OptionError if there is no such argument."""
+def _non_negative(name: str, numbers: tuple[int, ...], num_arguments: int) -> tuple[int, ...]:
+    """The numbers of arguments, all counted from the start; raises OptionError if there is no such argument."""
     for number in numbers:
         if not -num_arguments <= number < num_arguments:
             raise OptionError(
                 f"{name} names argument {number} but the loss was called with {num_arguments} positional arguments: "
-                "pass arguments that are named so by position, counted from 0"
+                "pass these arguments by position; counting starts at 0"
             )
     return tuple(number % num_arguments for number in numbers)
-
-
-def _check_rows(named: list[tuple[str, Any]], batch: Any = None) -> int:
-    """The size of the leading axis of these arrays; raises BatchError unless all have the same."""
-    remedy = "; pass what has no sample axis by keyword, or leave it out of batch_argnums"
-    return shared_size([(name, int(leaf.shape[0])) for name, leaf in named], batch, remedy)
 
 
 def name_of(path: Any) -> str:
@@ -203,54 +197,9 @@ def num_rows(arrays: Arrays) -> int:
     return int(arrays.rows[0].shape[0])
 
 
-def checked_weight(weight: Any, dtype: Any, *, of: str = "a micro-batch") -> Any:
-    """The weight of a micro-batch, or of one term of its loss, as one number: the sum of an array, in this dtype.
-
-    The values of a traced weight cannot be checked. If one is negative or not finite the weight becomes NaN, so that
-    the result is not finite instead of wrong.
-    """
-    if not isinstance(weight, jax.Array | np.ndarray):
-        return check_weight((as_plain(weight),), of=of)[0]
-    if not any(jnp.issubdtype(weight.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
-        raise WeightError(f"the weight of {of} is an array of {weight.dtype}: it must be an array of real numbers")
-    if isinstance(weight, np.ndarray):
-        check_weight(tuple(weight.ravel().tolist()), of=of)
-    weight = jnp.asarray(weight)
-    return jnp.where(jnp.all(jnp.isfinite(weight) & (weight >= 0)), jnp.sum(weight, dtype=dtype), jnp.nan)
-
-
 def as_numbers(name: str, value: Any) -> tuple[int, ...]:
     """argnums or batch_argnums as a tuple."""
     numbers = value if isinstance(value, tuple | list) else (value,)
     if not numbers or not all(isinstance(number, int | np.integer) for number in numbers):
         raise OptionError(f"{name} is {value!r}: pass the number of an argument, counted from 0, or several as a tuple")
     return tuple(int(number) for number in numbers)
-
-
-def pad(batch: Any, multiple: int) -> tuple[Any, Any]:
-    """Fills a batch up to a multiple of `multiple` samples.
-
-        batch, is_real = pad(batch, 8)
-
-    The last sample is repeated, so that the loss sees no unusual values. Return the mean weighted by `is_real` from the
-    loss, and the sum of `is_real` from `weight`.
-
-    Args:
-        batch: An array with a row for each sample, or a pytree of them.
-        multiple: The number of devices, say.
-
-    Returns:
-        The batch, and an array with 1.0 for each real sample and 0.0 for each that was added.
-    """
-    multiple = positive("multiple", multiple)
-    named = [(jax.tree_util.keystr(path) or "the batch", leaf) for path, leaf in jax.tree.leaves_with_path(batch)]
-    size = _check_rows([(name, leaf) for name, leaf in named if np.ndim(leaf)], batch)
-    missing = -size % multiple
-
-    def padded(leaf: Any) -> Any:
-        if not np.ndim(leaf) or not missing:
-            return leaf
-        stack = jnp if isinstance(leaf, jax.Array) else np
-        return stack.concatenate([leaf, stack.repeat(leaf[-1:], missing, axis=0)])
-
-    return jax.tree.map(padded, batch), np.repeat(np.array([1, 0], np.float32), [size, missing])
