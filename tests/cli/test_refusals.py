@@ -138,6 +138,11 @@ def test_missing_device(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "history.jsonl").exists()
 
 
+def test_a_device_for_a_keras_task(tmp_path: Path) -> None:
+    done = run("train", "digits", "--framework", "keras", "--out", tmp_path / "run", "--device", "cuda")
+    assert_refused(done, "--device cuda does not work for Keras tasks, which use the device of their backend")
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

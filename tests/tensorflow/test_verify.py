@@ -104,4 +104,4 @@ def test_comparison_uses_the_precision_of_the_loss(policy: str) -> None:
     assert found.tolerance <= 2e-2
     wrong = verify(model, batch, loss, 4, weight=lambda batch: 1)
     assert not wrong.is_exact
-    assert ("the weight disagrees" if policy == "float32" else "too coarse to tell the cause") in wrong.causes[0]
+    assert ("but `weight` says" if policy == "float32" else "too coarse to tell the cause") in wrong.causes[0]

@@ -240,7 +240,7 @@ def test_model_that_computes_in_float32_is_reported() -> None:
     assert not verify(model, data(), loss, 16, tolerance=1e-9).is_exact
     slightly_off = verify(model, data(), loss, 16, weight=lambda batch: len(batch[0]) + 1e-3)
     assert not slightly_off.is_exact
-    assert "the weight disagrees" in only(slightly_off.causes)
+    assert "but `weight` says" in only(slightly_off.causes)
 
 
 def test_loss_that_needs_float32_is_compared_in_float32() -> None:
@@ -529,7 +529,7 @@ def test_hooks_of_the_user_stay() -> None:
 
 
 def test_result_says_precision_and_tolerance() -> None:
-    assert "allowed is 1e-09 in float64" in str(verify(classifier(), data(), loss, 16))
+    assert "up to 1e-09 is allowed in float64" in str(verify(classifier(), data(), loss, 16))
     found = verify(classifier(), data(), loss, 16, dtype=torch.float32)
     assert found.is_exact
     assert 1e-5 < found.tolerance < 1e-4
@@ -558,5 +558,5 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(num: int) -> None
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert "the weight disagrees" in only(found.causes)
+    assert "but `weight` says" in only(found.causes)
     assert peak < 12 * size, f"{peak / size:.1f} times the model"
