@@ -182,26 +182,26 @@ jax: multi_steps applies a gradient that is not finite | jax/multi_steps.py | te
 - is_applied &= is_finite(gradient)
 + is_applied &= True
 keras: the weight of a mask is ignored | keras/loss.py | test-keras-tensorflow test-keras-jax test-keras-torch
-- factor = shares[i] if kind.counted else share_of(share, kind.power)
-+ factor = share_of(share, kind.power)
+- factor = term_shares[i] if kind.weight_from else share_of(sample_share, kind.exponent)
++ factor = share_of(sample_share, kind.exponent)
 keras: a regularizer counts once for each micro-batch | keras/loss.py | test-keras-tensorflow test-keras-jax
-- share_of(share, power) * ops.cast(ops.sum(loss), share.dtype)
-+ ops.cast(ops.sum(loss), share.dtype)
+- core_weight.counted(ops.cast(ops.sum(loss), sample_share.dtype), share_of(sample_share, exponent), ops.where)
++ ops.cast(ops.sum(loss), sample_share.dtype)
 keras: a sum is taken for a mean | keras/measure.py | test-keras-tensorflow test-keras-torch
-- if _distance(whole, cuts) <= rounding:
+- if _distance(guess.whole, guess.cuts) <= rounding:
 + if len(tried) == 1:
 keras: the loss is tried outside of a stateless scope | keras/backends/step.py | test-keras-torch
 - with keras.StatelessScope(values, collect_losses=True):
 + with keras.name_scope("measured"):
 keras: the tail counts as a full micro-batch on TensorFlow | keras/backends/tensorflow.py | test-keras-tensorflow
-- share = loss.share(tf.cast(_num_samples(micro_batch), total.dtype), total)
-+ share = loss.share(tf.cast(self.step.micro_batch_size, total.dtype), total)
+- sample_share = loss.share(tf.cast(_num_samples(micro_batch), total.dtype), total)
++ sample_share = loss.share(tf.cast(self.step.micro_batch_size, total.dtype), total)
 keras: gradients are not reduced over replicas | keras/backends/tensorflow.py | test-keras-tensorflow
-- gradients = _add_up(gradients)
-+ gradients = list(gradients)
+- sums = _sum_over_replicas(sums)
++ sums = list(sums)
 keras: JAX divides by the number of micro-batches | keras/backends/jax.py | test-keras-jax
-- share = loss.share(jnp.asarray(checks.batch_size(micro_batch), dtype), size)
-+ share = jnp.asarray(1 / -(-size // self.step.micro_batch_size), dtype)
+- sample_share = loss.share(jnp.asarray(checks.batch_size(micro_batch), dtype), size)
++ sample_share = jnp.asarray(1 / -(-size // self.step.micro_batch_size), dtype)
 keras: torch does not zero gradients between steps | keras/backends/torch.py | test-keras-torch
 - model.zero_grad()
 -         self._wide: dict[int, Tensor] = {}

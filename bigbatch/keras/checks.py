@@ -79,7 +79,7 @@ def check_layers(model: Any) -> None:
 
 
 def check_replicas(num_replicas: int, has_own_loss: bool) -> None:
-    """Raises OptionError if several replicas would compute a loss that nobody can look into."""
+    """Raises OptionError if there are several replicas and the model has its own compute_loss."""
     if num_replicas > 1 and has_own_loss:
         raise OptionError(
             f"the model has a compute_loss of its own and {num_replicas} replicas, and bigbatch cannot tell whether it "

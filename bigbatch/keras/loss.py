@@ -19,14 +19,14 @@ measure.py finds out.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import keras
 from keras import ops, tree
 from keras.src.backend import get_keras_mask, in_stateless_scope, set_keras_mask
 from keras.src.losses.loss import apply_mask
 
-from ..core import weight as heart
+from ..core import weight as core_weight
 from ..core.errors import BatchError, LossError
 
 Batch = tuple[Any, Any, Any]
@@ -44,24 +44,25 @@ class Term(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """How a loss counts the samples."""
+    """What a loss is over its samples: a mean, a sum, or a mean by weights."""
 
-    power: int = 1
-    """1: a mean over the samples, 0: a sum, 2: a mean divided by the samples once more. See `share_of`."""
-    counted: str | None = None
-    """What the weight is, if it is only known once the model has run: "mask" or "weights"."""
+    exponent: int = 1
+    """For N samples, the loss is their sum divided by N ** exponent: 0 for a sum, 1 for a mean, 2 for a mean that is
+    divided by N again. See `share_of`."""
+    weight_from: Literal["mask", "sample_weight"] | None = None
+    """What the loss divides by instead of N, if that is not the number of samples."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """How the losses count that do not say so themselves: the result of `measure`."""
+    """For losses that bigbatch cannot look into: whether each is a mean or a sum."""
 
     kinds: Mapping[int, Kind] = field(default_factory=dict)
     """By the number of the term."""
-    own_power: int = 1
-    """`Kind.power` of the model's own compute_loss."""
-    layer_powers: tuple[int, ...] = ()
-    """`Kind.power` of each of model.losses; all 1 if empty."""
+    own_exponent: int = 1
+    """`Kind.exponent` of the model's own compute_loss."""
+    layer_exponents: tuple[int, ...] = ()
+    """`Kind.exponent` of each of model.losses; all 1 if empty."""
     is_bound: bool = False
     """Whether compute_loss uses what call() left on the model, so that it cannot be called for the whole batch."""
 
@@ -89,9 +90,9 @@ class LossSpec:
         return replace(self, kinds=kinds, measured=measured)
 
     @property
-    def is_counted(self) -> bool:
-        """Whether the weight of a term is only known once the model has run."""
-        return any(kind.counted for kind in self.kinds)
+    def needs_model_for_weights(self) -> bool:
+        """Whether the model must run before the weight of each term is known: masks come out of it."""
+        return any(kind.weight_from for kind in self.kinds)
 
     def leaves(self, outputs: Any) -> list[Any]:
         """The tensors to keep of each micro-batch: the model's outputs, then their masks."""
@@ -188,12 +189,15 @@ def kind_of(term: Term) -> Kind:
     if not len(values.shape):
         _check_one_number(term)
     if isinstance(loss, keras.losses.Circle):
-        raise LossError(f"the loss {loss.name} compares the samples of a batch with each other, so it cannot be cut")
+        raise LossError(
+            f"the loss {loss.name} compares the samples of a batch with each other, so it cannot be computed in "
+            "micro-batches"
+        )
     if loss.reduction in ("sum", "none", None):
-        return Kind(power=0)
+        return Kind(exponent=0)
     if loss.reduction == "mean_with_sample_weight" and term.sample_weight is not None:
-        return Kind(counted="weights")
-    return Kind() if mask is None else Kind(counted="mask")
+        return Kind(weight_from="sample_weight")
+    return Kind() if mask is None else Kind(weight_from="mask")
 
 
 def is_opaque(loss: Any) -> bool:
@@ -211,7 +215,10 @@ def _check_one_number(term: Term) -> None:
     problem = f"the loss {term.loss.name} returns one number for all samples"
     remedy = "return one number for each sample"
     if isinstance(term.loss, keras.losses.Dice | keras.losses.Tversky):
-        raise LossError(f"{problem}, which is not a mean, so it cannot be cut: pass an axis that leaves out the batch")
+        raise LossError(
+            f"{problem}, which is not a mean, so it cannot be computed in micro-batches: pass an axis that leaves out "
+            "the batch"
+        )
     if _has_one_axis(term):
         problem = f"the model's output has only one axis, over which the loss {term.loss.name} takes the mean"
         remedy = "give the model an output of shape (samples, 1)"
@@ -239,25 +246,25 @@ def _evaluated(term: Term) -> tuple[Any, Any]:
 
 def share(weight: Any, total: Any) -> Any:
     """`core.weight.share` for the tensors of every backend."""
-    return heart.share(weight, total, ops.where)
+    return core_weight.share(weight, total, ops.where)
 
 
-def share_of(share: Any, power: int) -> Any:
-    """The factor of a micro-batch's loss, given its `share` n_k / N of the samples.
+def share_of(sample_share: Any, exponent: int) -> Any:
+    """The factor of a micro-batch's loss that is a sum divided by (number of samples) ** exponent.
 
-    n_k / N for a mean, 1 for a sum, (n_k / N)² for a mean that is divided by the samples once more.
+    With the share n_k / N of the samples: 1 for a sum, n_k / N for a mean, (n_k / N)² for a mean divided by N again.
     """
-    return share**power
+    return sample_share**exponent
 
 
 def weigh(term: Term, kind: Kind, num: Any) -> Any:
     """The weight of a micro-batch of `num` samples: what this loss is divided by."""
-    if not kind.counted:
+    if kind.weight_from is None:
         return ops.cast(num, "float32")
     dtype = wide(term.loss.dtype)
     mask = None if is_opaque(term.loss) else _evaluated(term)[1]
     mask = None if mask is None else ops.cast(mask, dtype)
-    if kind.counted == "mask":
+    if kind.weight_from == "mask":
         return ops.sum(mask)
     weight = ops.convert_to_tensor(term.sample_weight, dtype=dtype)
     return ops.sum(apply_mask(weight, mask, dtype=dtype, reduction="mean_with_sample_weight"))
@@ -272,13 +279,15 @@ def weights(model: Any, spec: LossSpec, batch: Batch, y_pred: Any, num: Any, dty
 def value_of(term: Term, kind: Kind) -> Any:
     """The loss of a micro-batch; the sum, if there is a value for each sample."""
     weight = term.sample_weight
-    if kind.counted and is_opaque(term.loss):  # it divides by the sum of the weights, even if that is 0
+    if kind.weight_from and is_opaque(term.loss):  # it divides by the sum of the weights, even if that is 0
         weight = ops.convert_to_tensor(weight)
         weight = ops.where(ops.sum(weight) == 0, ops.ones_like(weight), weight)
     return ops.sum(term.loss(term.y_true, term.y_pred, weight))
 
 
-def micro_loss(model: Any, spec: LossSpec, batch: Batch, y_pred: Any, losses: Any, share: Any, shares: Any) -> Any:
+def micro_loss(
+    model: Any, spec: LossSpec, batch: Batch, y_pred: Any, losses: Any, sample_share: Any, term_shares: Any
+) -> tuple[Any, Any]:
     """The loss of a micro-batch times its share, so that those of a window add up to the loss of the batch.
 
     Args:
@@ -287,32 +296,32 @@ def micro_loss(model: Any, spec: LossSpec, batch: Batch, y_pred: Any, losses: An
         batch: The micro-batch.
         y_pred: The model's output for it.
         losses: model.losses after that call.
-        share: n_k / N.
-        shares: w_tk / W_t of each term; used for terms whose weight is not the number of samples.
+        sample_share: n_k / N.
+        term_shares: w_tk / W_t of each term; used for terms whose weight is not the number of samples.
 
     Returns:
-        The loss, and what model.losses add to it.
+        The loss, and the part of it that comes from model.losses.
     """
-    powers = spec.measured.layer_powers
-    powers = powers if len(powers) == len(losses) else (1,) * len(losses)
+    exponents = spec.measured.layer_exponents
+    exponents = exponents if len(exponents) == len(losses) else (1,) * len(losses)
     scaled = [
-        share_of(share, power) * ops.cast(ops.sum(loss), share.dtype)
-        for loss, power in zip(losses, powers, strict=True)
+        core_weight.counted(ops.cast(ops.sum(loss), sample_share.dtype), share_of(sample_share, exponent), ops.where)
+        for loss, exponent in zip(losses, exponents, strict=True)
     ]
-    added = sum(scaled, 0.0)
+    layer_losses = sum(scaled, 0.0)
     if spec.has_own_loss:
-        own = share_of(share, spec.measured.own_power)
+        own = share_of(sample_share, spec.measured.own_exponent)
         # metrics that it updates must see the whole batch, so here they keep nothing
         with losses_of(model, [loss / own for loss in scaled]), stateless():
             x, y, sample_weight = batch
             loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-        return own * ops.cast(loss, share.dtype), added
-    total = added
+        return own * ops.cast(loss, sample_share.dtype), layer_losses
+    total = layer_losses
     for i, (term, kind) in enumerate(zip(terms(model, batch, y_pred), spec.kinds, strict=True)):
-        factor = shares[i] if kind.counted else share_of(share, kind.power)
-        loss = heart.counted(ops.cast(value_of(term, kind), share.dtype), factor, ops.where)
+        factor = term_shares[i] if kind.weight_from else share_of(sample_share, kind.exponent)
+        loss = core_weight.counted(ops.cast(value_of(term, kind), sample_share.dtype), factor, ops.where)
         total = total + (loss if term.factor is None else loss * term.factor)
-    return total, added
+    return total, layer_losses
 
 
 def stateless() -> Any:

@@ -3,10 +3,10 @@
 bigbatch cannot see what a loss function, a `compute_loss` or an `add_loss` divides by. So before the first step the
 model runs forward on a few samples, and each term of its loss is compared with the weighted sum of its values on cuts:
 
-    loss(whole) == sum over cuts of (n_k / N) ** power * loss(cut k)        for a power of 1, 0 or 2
+    loss(whole) == sum over cuts of (n_k / N) ** exponent * loss(cut k)        for an exponent of 1, 0 or 2
 
-A mean over samples has the power 1, a sum 0, and a mean that is divided by the samples once more 2; a loss may also be
-a mean by the sample weights. The first that fits is used. If none fits, a warning gives both numbers.
+A mean over the samples has the exponent 1, a sum 0, and a mean that is divided by their number again 2. A loss may also
+be a mean by the sample weights. The first that fits is used. If none fits, a warning gives both numbers.
 
 The model runs with training=False, so dropout and BatchNormalization do not interfere, and in a stateless scope, so
 nothing that it assigns is kept. What it adds to the loss is measured with training=True if that makes a difference.
@@ -31,7 +31,7 @@ from .loss import Batch, Kind, Measured, Term
 
 Rows = Callable[[Any, int, int], Any]
 
-_POWERS = (1, 0, 2)
+_EXPONENTS = (1, 0, 2)
 _MAX_SAMPLES = 32
 _SAME = 1e-6
 """Two values of a loss that is not random are closer than this."""
@@ -69,8 +69,15 @@ def measure(
     return measured, measurement.messages
 
 
-_Guess = tuple[Any, float, list[float]]
-"""A way in which a loss may count, the value of the whole, and that of each cut times its share."""
+class _Guess(NamedTuple):
+    """A kind that a loss may be, and what that makes of its values."""
+
+    kind: Any
+    """A Kind, or only its exponent."""
+    whole: float
+    """The loss of the whole."""
+    cuts: list[float]
+    """The loss of each cut times its share."""
 
 
 class _Forward(NamedTuple):
@@ -100,11 +107,11 @@ class _Measurement:
         self.whole, *cuts = self.forwards()
         if not self.are_outputs_independent(cuts):
             return Measured()
-        layer_powers = self.layer_powers(cuts)
+        layer_exponents = self.layer_exponents(cuts)
         cuts = [*_with_outputs_of(self.whole, cuts)]
         if loss.has_own_loss(self.model):
-            return self.own_loss(cuts, layer_powers)
-        return Measured(self.kinds(cuts), layer_powers=layer_powers)
+            return self.own_loss(cuts, layer_exponents)
+        return Measured(self.kinds(cuts), layer_exponents=layer_exponents)
 
     def forwards(self, *, training: bool = False) -> list[_Forward]:
         """Of the whole and of each cut."""
@@ -166,8 +173,8 @@ class _Measurement:
 
         def guess(kind: Kind) -> _Guess:
             weights = [_number(loss.weigh(part, kind, cut.num)) for part, cut in zip(parts, cuts, strict=True)]
-            shares = [loss.share_of(share(weight, sum(weights)), kind.power) for weight in weights]
-            return kind, value(whole, kind), [*map(counted, (value(part, kind) for part in parts), shares)]
+            shares = [loss.share_of(share(weight, sum(weights)), kind.exponent) for weight in weights]
+            return _Guess(kind, value(whole, kind), [*map(counted, (value(part, kind) for part in parts), shares)])
 
         if _changes_variables(value):
             self.messages.append(
@@ -175,19 +182,19 @@ class _Measurement:
                 "here: change it once per step, in a callback (on_train_batch_end)"
             )
             return None
-        choices = [seems, *map(Kind, _POWERS)]
+        choices = [seems, *map(Kind, _EXPONENTS)]
         if whole.sample_weight is not None and is_opaque:
-            choices.append(Kind(counted="weights"))
+            choices.append(Kind(weight_from="sample_weight"))
         dtypes = [tensor.dtype for tensor in loss.tensors_of(whole.y_pred)] if is_opaque else [whole.loss.dtype]
         kind: Kind | None = self.first_that_fits(name, map(guess, choices), value, _rounding(*dtypes))
-        if kind is not None and kind.power == 1 and loss.is_one_number(whole):
+        if kind is not None and kind.exponent == 1 and loss.is_one_number(whole):
             self.messages.append(
                 f"{name} returns one number for all samples, which is taken to be their mean: return one number for "
                 "each sample, and Keras takes the mean"
             )
         return kind
 
-    def layer_powers(self, cuts: list[_Forward]) -> tuple[int, ...]:
+    def layer_exponents(self, cuts: list[_Forward]) -> tuple[int, ...]:
         """Of each of model.losses."""
         whole = self.whole
         if training := self.is_training_different(whole.losses):
@@ -198,7 +205,7 @@ class _Measurement:
                for _ in layer._get_own_losses()]  # fmt: skip
         owners = itertools.chain(own, itertools.repeat("a regularizer"))  # in the order of model.losses
         return tuple(
-            self.power(
+            self.exponent(
                 f"what {owner} adds to the loss",
                 _number(value),
                 [_number(cut.losses[i]) for cut in cuts],
@@ -218,7 +225,7 @@ class _Measurement:
         trained = self.again(training=True).losses
         return not _is_same(losses, trained) and _is_same(trained, self.again(training=True).losses)
 
-    def own_loss(self, cuts: list[_Forward], layer_powers: tuple[int, ...]) -> Measured:
+    def own_loss(self, cuts: list[_Forward], layer_exponents: tuple[int, ...]) -> Measured:
         """Of the model's own compute_loss, without the losses that layers add."""
 
         def value(forward: _Forward, called: _Forward | None = None) -> float:
@@ -240,8 +247,8 @@ class _Measurement:
                 return True
 
         whole = value(self.whole)
-        power = self.power("compute_loss", whole, [*map(value, cuts)], cuts, lambda: value(self.whole))
-        measured = Measured({}, power, layer_powers, is_bound())
+        exponent = self.exponent("compute_loss", whole, [*map(value, cuts)], cuts, lambda: value(self.whole))
+        measured = Measured({}, exponent, layer_exponents, is_bound())
         if measured.is_bound and (metrics := [metric.name for metric in self.model._metrics]):
             stay = "stays as it is" if len(metrics) == 1 else "stay as they are"
             self.messages.append(
@@ -252,28 +259,32 @@ class _Measurement:
 
     # --- what fits --------------------------------------------------------------------------------------------
 
-    def power(
+    def exponent(
         self, name: str, whole: float, values: list[float], cuts: list[_Forward], again: Callable[[], float]
     ) -> int:
         """Of a loss that is a mean or a sum over samples; 1 if it is neither."""
         shares = [share(cut.num, self.whole.num) for cut in cuts]
-        guesses = ((p, whole, [counted(v, s**p) for v, s in zip(values, shares, strict=True)]) for p in _POWERS)
+        guesses = (
+            _Guess(p, whole, [counted(v, loss.share_of(s, p)) for v, s in zip(values, shares, strict=True)])
+            for p in _EXPONENTS
+        )
         found = self.first_that_fits(name, guesses, again, self.rounding)
         return 1 if found is None else int(found)
 
     def first_that_fits(self, name: str, guesses: Iterable[_Guess], again: Callable[[], float], rounding: float) -> Any:
-        """The first choice whose shares make the cuts add up to the whole; None, and a message, if there is none.
+        """The kind of the first guess whose cuts add up to the whole; None, and a message, if none does.
 
-        Also the first if nothing can be said: the loss is random (`again()` is another value), or not finite.
+        If the loss is random (`again()` returns another value) or not finite, no guess can be judged, and the kind of
+        the first is returned.
         """
         tried: list[_Guess] = []
-        for choice, whole, cuts in guesses:
-            tried.append((choice, whole, cuts))
-            if _distance(whole, cuts) <= rounding:
-                return choice
-        choice, whole, cuts = tried[0]
+        for guess in guesses:
+            tried.append(guess)
+            if _distance(guess.whole, guess.cuts) <= rounding:
+                return guess.kind
+        kind, whole, cuts = tried[0]
         if not math.isfinite(whole) or abs(again() - whole) > _SAME * abs(whole):
-            return choice
+            return kind
         off = f" (off by {_distance(whole, cuts):.1e})" if math.isfinite(sum(cuts)) else ""
         self.messages.append(
             f"{name} is neither a mean nor a sum over samples: on {self.whole.num} samples it is {whole:.6g}, "

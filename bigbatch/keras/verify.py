@@ -69,6 +69,8 @@ def verify(
         raise OptionError("the model is not compiled, so it has no loss: call model.compile(optimizer, loss) first")
     batch = (x, y, sample_weight)
     size = checks.batch_size(batch)
+    if size == 1:
+        raise OptionError("the batch has one sample, so it cannot be cut into micro-batches: pass at least two samples")
     if micro_batch_size >= size:
         raise OptionError(
             f"micro_batch_size={micro_batch_size} leaves the batch of {size} in one piece, which proves nothing: "
@@ -121,7 +123,7 @@ class _Probe(keras.optimizers.Optimizer):
 
 
 def _gradient(model: Any, batch: Any, micro_batch_size: int | None) -> dict[str, np.ndarray]:
-    """By the name of the variable; of the full batch if there is no size."""
+    """The gradient by variable name; of the full batch if micro_batch_size is None."""
     seeds = set(map(id, checks.seeds_of(model)))  # they are not restored, or two runs would draw the same
     with _unchanged([v for v in model.non_trainable_variables if id(v) not in seeds]):
         model.optimizer = _Probe()

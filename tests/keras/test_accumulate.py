@@ -163,5 +163,5 @@ def test_a_loss_of_one_number():
 )
 def test_losses_that_couple_samples(loss):
     y = np.eye(10, dtype="float32")[images()()["y"]] if loss.name != "circle" else images()()["y"]
-    with pytest.raises(LossError, match="cannot be cut"):
+    with pytest.raises(LossError, match="cannot be computed in micro-batches"):
         fitted(compiled(loss=loss, metrics=None), images()()["x"], y)

@@ -209,6 +209,29 @@ def test_one_reduction_of_gradients_a_step(micro_batch_size: int, monkeypatch: p
     assert sorted(groups) == [1, 1, 4, 4]  # on each of the two replicas
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_layers_of_different_dtypes(dtype: str) -> None:
+    """Keras's own reduction of gradients takes one dtype only (3.15)."""
+
+    def build():
+        return keras.Sequential([layers.Input((64,)), layers.Dense(24, "tanh", dtype=dtype), layers.Dense(10)])
+
+    case = Case("dtypes", build, images(), entropy(), batch_size=117)
+    plain = case.plain()
+    with STRATEGY.scope():
+        assert gap(case.fit(16), plain) < (2e-2 if dtype == "bfloat16" else 1e-5)
+
+
+def test_gradients_are_rounded_after_they_are_added_up_over_replicas() -> None:
+    """1 + 2**-8 and 2**-8: in bfloat16 the sum is 1 + 2**-7, but 1 if both are rounded before."""
+    keras.config.set_dtype_policy("bfloat16")
+    with STRATEGY.scope():
+        model = one_weight(optimizer=keras.optimizers.SGD(1.0))
+    x = np.array([[4], [2**-6], [2**-6], [0]], "float32")  # each counts 1/4
+    model.fit(x, x, batch_size=4, shuffle=False, verbose=0)
+    assert float(model.get_weights()[0][0, 0]) == -1 - 2**-7
+
+
 def test_a_compute_loss_of_its_own_is_refused() -> None:
     with STRATEGY.scope():
         model = accumulate(OwnLoss(), 8)

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from .cases import BATCH_SIZE, compiled, fitted, gap, images
+from .cases import BATCH_SIZE, Subclassed, compiled, fitted, gap, images, sgd
 
 
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=str)
@@ -68,6 +68,20 @@ def test_batches_of_any_size_share_a_trace() -> None:
     num_traces = len(calls)
     fitted(model, sizes(1, 16, 17, 32, 40, 53, 2), steps_per_epoch=7, epochs=1)
     assert len(calls) == num_traces
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_an_empty_batch(jit_compile: bool) -> None:
+    """It counts for nothing, and neither does the NaN that it makes of a mean which a layer adds to the loss."""
+    x, y = (array[:8] for array in images()().values())
+    types = tf.TensorSpec((None, 64)), tf.TensorSpec((None,), "int32")
+
+    def fit(*sizes):
+        data = tf.data.Dataset.from_generator(lambda: ((x[:num], y[:num]) for num in sizes), output_signature=types)
+        model = compiled(3, build=Subclassed, optimizer=sgd(0.0), jit_compile=jit_compile)
+        return fitted(model, data.repeat(), steps_per_epoch=len(sizes))
+
+    assert gap(fit(8, 0, 5), fit(8, 5)) < 1e-5
 
 
 MEMORY = r"""

@@ -105,7 +105,7 @@ def test_a_step_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: with another weight in the step, it is not exact."""
     from bigbatch.keras import loss
 
-    monkeypatch.setattr(loss, "share_of", lambda share, power: share**power * 1.01)
+    monkeypatch.setattr(loss, "share_of", lambda share, exponent: share**exponent * 1.01)
     found = verify(compiled(mlp), X, TARGET, micro_batch_size=5)
     assert not found
     assert found.total_error == pytest.approx(0.01, rel=0.01)
@@ -125,5 +125,7 @@ def test_refused() -> None:
     model.compile("sgd", "mse")
     with pytest.raises(OptionError, match="micro_batch_size=17 leaves the batch of 17 in one piece"):
         verify(model, X, TARGET, micro_batch_size=17)
+    with pytest.raises(OptionError, match="the batch has one sample"):
+        verify(model, X[:1], TARGET[:1], micro_batch_size=1)
     with pytest.raises(OptionError, match="pass a whole number"):
         verify(model, X, TARGET, micro_batch_size=0)

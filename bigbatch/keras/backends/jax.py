@@ -46,11 +46,11 @@ class BackendStep:
         self.step.check()
         size = checks.batch_size(batch)
         spec = self.step.spec(batch, lambda: self._inspect(state, batch, size))
-        sums, non_trainable, value, added, leaves = self._on_devices(spec, state, batch, size)
+        sums, non_trainable, value, layer_losses, leaves = self._on_devices(spec, state, batch, size)
 
         y_pred = spec.rebuild(leaves) if spec.needs_outputs else None
         with keras.StatelessScope(self._values((trainable, non_trainable, optimizer, metrics))) as scope:
-            value = self.step.loss_of_batch(spec, batch, y_pred, added, value)
+            value = self.step.loss_of_batch(spec, batch, y_pred, layer_losses, value)
         non_trainable = [scope.get_current_value(v) for v in model.non_trainable_variables]
         metrics = [scope.get_current_value(v) for v in model.metrics_variables]
         if spec.needs_outputs:
@@ -127,32 +127,37 @@ class BackendStep:
         model = self.model
         trainable, non_trainable, optimizer, metrics = state
         dtype = self.step.dtype
-        shares_of = self._count(spec, state, batch, cut, axes) if spec.is_counted else None
+        shares_of = self._count(spec, state, batch, cut, axes) if spec.needs_model_for_weights else None
 
-        def gradient_of(trainable: Any, non_trainable: Any, micro_batch: Batch, share: Any, shares: Any) -> Any:
+        def gradient_of(
+            trainable: Any, non_trainable: Any, micro_batch: Batch, sample_share: Any, term_shares: Any
+        ) -> Any:
             y_pred, non_trainable, losses = self._forward(trainable, non_trainable, micro_batch[0])
             with keras.StatelessScope(self._values((trainable, non_trainable, optimizer, metrics))):
-                micro, added = loss.micro_loss(model, spec, micro_batch, y_pred, losses, share, shares)
-                return model.optimizer.scale_loss(micro), (non_trainable, micro, added, spec.leaves(y_pred))
+                micro, layer_losses = loss.micro_loss(
+                    model, spec, micro_batch, y_pred, losses, sample_share, term_shares
+                )
+                return model.optimizer.scale_loss(micro), (non_trainable, micro, layer_losses, spec.leaves(y_pred))
 
         def body(carry: Any, number: Any, num: int) -> tuple[Any, list[Any]]:
-            sums, non_trainable, value, sum_added = carry
+            sums, non_trainable, value, layer_losses = carry
             micro_batch = _take(cut, batch, number, num)
-            share = loss.share(jnp.asarray(checks.batch_size(micro_batch), dtype), size)
-            shares = None if shares_of is None else shares_of[number]
-            gradients, (non_trainable, micro, added, leaves) = jax.grad(gradient_of, has_aux=True)(
-                trainable, non_trainable, micro_batch, share, shares
+            sample_share = loss.share(jnp.asarray(checks.batch_size(micro_batch), dtype), size)
+            term_shares = None if shares_of is None else shares_of[number]
+            gradients, (non_trainable, micro, micro_layer_losses, leaves) = jax.grad(gradient_of, has_aux=True)(
+                trainable, non_trainable, micro_batch, sample_share, term_shares
             )
             sums = [s + g.astype(s.dtype) for s, g in zip(sums, gradients, strict=True)]
-            return (sums, non_trainable, value + micro, sum_added + added), [_by_device(leaf, num) for leaf in leaves]
+            carry = sums, non_trainable, value + micro, layer_losses + micro_layer_losses
+            return carry, [_by_device(leaf, num) for leaf in leaves]
 
         zero = jnp.zeros((), dtype)
         sums = [jnp.zeros(v.shape, loss.wide(v.dtype)) for v in trainable]
-        (sums, non_trainable, value, added), stacks = cut.loop(body, (sums, non_trainable, zero, zero))
-        sums, value, added = add_up((sums, value, added), axes)
+        (sums, non_trainable, value, layer_losses), stacks = cut.loop(body, (sums, non_trainable, zero, zero))
+        sums, value, layer_losses = add_up((sums, value, layer_losses), axes)
         sums = [s.astype(v.dtype) for s, v in zip(sums, trainable, strict=True)]
         leaves = [_in_order(leaf) for leaf in cut.join(stacks)]
-        return sums, non_trainable, value, added, leaves
+        return sums, non_trainable, value, layer_losses, leaves
 
     def _count(self, spec: LossSpec, state: _State, batch: Batch, cut: Cut, axes: tuple[str, ...]) -> Any:
         """A row for each micro-batch: what its terms are multiplied by, where masks or sample weights decide.
@@ -182,15 +187,15 @@ class BackendStep:
         )
         return [pair for pairs in zip(variables, state, strict=True) for pair in zip(*pairs, strict=True)]
 
-    def peek(self, state: _State, iterator: Any) -> tuple[Any, tuple[_State, Any]]:
+    def first_batch(self, state: _State, iterator: Any) -> tuple[Any, tuple[_State, Any]]:
         first = next(iterator)
         return first, (state, itertools.chain([first], iterator))
 
-    def measure(self, batch: Batch, *args: Any) -> Measured:
+    def measure_on(self, batch: Batch, *args: Any) -> Measured:
         state, _ = args
         batch = tree.map_structure(lambda leaf: leaf if leaf is None else jnp.asarray(leaf), batch)
         with jax.default_matmul_precision("highest"):  # by default a GPU rounds differently for another batch size
-            return self.step.measure(batch, lambda rows, start, stop: rows[start:stop], self._values(state))
+            return self.step.measure_eagerly(batch, lambda rows, start, stop: rows[start:stop], self._values(state))
 
     def _forward(self, trainable: Any, non_trainable: Any, x: Any, *, training: bool = True) -> Any:
         """The model's output, the updated non-trainable variables, and model.losses."""

@@ -20,11 +20,11 @@ class Backend(Protocol):
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """One step of `fit`, called as Keras calls the `train_step` of a model on this backend."""
 
-    def peek(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The first batch in the arguments of a train_function, and the arguments to call it with after that."""
+    def first_batch(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Reads the first batch, and returns it with arguments for the train_function that still yield it."""
 
-    def measure(self, batch: Batch, *args: Any, **kwargs: Any) -> Measured:
-        """Measures how the loss counts, on the first batch and the arguments of the train_function."""
+    def measure_on(self, batch: Batch, *args: Any, **kwargs: Any) -> Measured:
+        """Measures the loss on the first batch; `args` are the arguments of the train_function."""
 
 
 class FitStep:
@@ -85,8 +85,8 @@ class FitStep:
             nonlocal is_measured
             if not is_measured:
                 is_measured = True
-                data, args = self._backend.peek(*args)
-                self._measured = self._backend.measure(keras.utils.unpack_x_y_sample_weight(data), *args)
+                data, args = self._backend.first_batch(*args)
+                self._measured = self._backend.measure_on(keras.utils.unpack_x_y_sample_weight(data), *args)
             return function(*args)
 
         model.train_function = train_function
@@ -130,23 +130,23 @@ class FitStep:
             self._specs[key] = inspect()
         return self._specs[key].with_measured(self._measured)
 
-    def loss_of_batch(self, spec: LossSpec, batch: Batch, y_pred: Any, added: Any, value: Any) -> Any:
+    def loss_of_batch(self, spec: LossSpec, batch: Batch, y_pred: Any, layer_losses: Any, value: Any) -> Any:
         """The loss of the whole batch for the history, from its outputs; updates the metrics that belong to the loss.
 
         Args:
             spec: The spec of the batch.
             batch: The whole batch.
             y_pred: The model's outputs for it, if anything needs them.
-            added: What model.losses add to the loss.
+            layer_losses: The part of the loss that comes from model.losses.
             value: The loss that the micro-batches add up to.
         """
         if not spec.needs_outputs or spec.measured.is_bound:
             return value
         x, y, sample_weight = batch
-        with loss.losses_of(self.model, [added] if spec.has_layer_losses else []):
+        with loss.losses_of(self.model, [layer_losses] if spec.has_layer_losses else []):
             return self.model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
 
-    def measure(self, batch: Batch, rows: Rows, values: Any = None) -> Measured:
+    def measure_eagerly(self, batch: Batch, rows: Rows, values: Any = None) -> Measured:
         """Measures the loss outside of what fit compiles, without leaving a trace.
 
         Args:

@@ -1,7 +1,8 @@
 """fit on the tensorflow backend: the whole step is one graph, the micro-batches are a loop in it.
 
-Under tf.distribute each replica has its own part of the batch, cuts it, and adds up its own gradients. Replicas talk
-twice: to add up the weights before the first micro-batch, and to add up the gradients after the last.
+Under tf.distribute each replica has its own part of the batch, cuts it, and adds up its own gradients. Replicas
+communicate before the first micro-batch, to add up the number of samples and, if masks or sample weights decide how
+much a loss counts, those weights; and after the last, to add up the gradients.
 """
 
 import functools
@@ -61,18 +62,19 @@ class BackendStep:
         step.check()
         checks.check_replicas(tf.distribute.get_strategy().num_replicas_in_sync, spec.has_own_loss)
         size = tf.cast(_num_samples(batch), step.dtype)
-        (total,) = _add_up([size])
-        gradients, value, added, leaves = self._accumulate(spec, batch, total)
+        (total,) = _sum_over_replicas([size])
+        sums, value, layer_losses, leaves = self._accumulate(spec, batch, total)
 
         y_pred = spec.rebuild(leaves) if spec.needs_outputs else None
-        whole = step.loss_of_batch(spec, batch, y_pred, added, value)
+        whole = step.loss_of_batch(spec, batch, y_pred, layer_losses, value)
         if spec.is_vector or not replicas.is_shared():
             value = whole
         # with several replicas, value is this one's part of the loss of all: the tracker adds up value * samples
         value *= tf.cast(loss.share(total, size), value.dtype)
         model._loss_tracker.update_state(value, sample_weight=size)
         if weights := model.trainable_weights:
-            gradients = _add_up(gradients)
+            sums = _sum_over_replicas(sums)
+            gradients = [None if s is None else tf.cast(s, v.dtype) for s, v in zip(sums, weights, strict=True)]
             with without_reduction(getattr(model.optimizer, "inner_optimizer", model.optimizer)):
                 model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
         else:
@@ -82,20 +84,22 @@ class BackendStep:
         return _as_vectors(logs) if self.has_workers else logs
 
     def _accumulate(self, spec: LossSpec, batch: Batch, total: Any) -> tuple[Any, ...]:
-        """The gradient of the batch, its loss, what model.losses add to it, and the model's outputs."""
+        """Wide sums of this replica's gradients, its loss, what model.losses add to it, and the model's outputs."""
         model, weights = self.model, self.model.trainable_weights
-        shares_of_rows = self._count(spec, batch) if spec.is_counted else None
+        shares_of_rows = self._count(spec, batch) if spec.needs_model_for_weights else None
         has_gradient = [False] * len(weights)
 
         def body(micro: Any, carry: Any) -> tuple[Any, list[Any]]:
-            sums, value, added = carry
-            micro_batch, shares = micro
-            share = loss.share(tf.cast(_num_samples(micro_batch), total.dtype), total)
-            shares = None if shares is None else tf.unstack(shares[0])
+            sums, value, layer_losses = carry
+            micro_batch, term_shares = micro
+            sample_share = loss.share(tf.cast(_num_samples(micro_batch), total.dtype), total)
+            term_shares = None if term_shares is None else tf.unstack(term_shares[0])
             # where a loss is computed there is one replica, or Keras's losses would divide by their number
             with tf.GradientTape() as tape, one_replica(Share(1.0)):
                 y_pred = self.step.call(micro_batch[0])
-                micro_loss, extra = loss.micro_loss(model, spec, micro_batch, y_pred, model.losses, share, shares)
+                micro_loss, micro_layer_losses = loss.micro_loss(
+                    model, spec, micro_batch, y_pred, model.losses, sample_share, term_shares
+                )
                 scaled = self.step.scale(micro_loss)
             gradients = tape.gradient(scaled, weights)
             for i, gradient in enumerate(gradients):
@@ -105,15 +109,15 @@ class BackendStep:
                 s if g is None else tf.ensure_shape(s + tf.cast(g, s.dtype), s.shape)
                 for s, g in zip(sums, gradients, strict=True)
             ]
-            return (sums, value + micro_loss, added + extra), spec.leaves(y_pred)
+            return (sums, value + micro_loss, layer_losses + micro_layer_losses), spec.leaves(y_pred)
 
         zero = tf.zeros((), total.dtype)
         carry = ([tf.zeros(v.shape, loss.wide(v.dtype)) for v in weights], zero, zero)
-        (sums, value, added), leaves = self._loop(body, carry, (batch, shares_of_rows), spec.leaves(spec.outputs))
-        gradients = [
-            tf.cast(s, v.dtype) if has else None for s, v, has in zip(sums, weights, has_gradient, strict=True)
-        ]
-        return gradients, value, added, leaves
+        (sums, value, layer_losses), leaves = self._loop(
+            body, carry, (batch, shares_of_rows), spec.leaves(spec.outputs)
+        )
+        sums = [s if has else None for s, has in zip(sums, has_gradient, strict=True)]
+        return sums, value, layer_losses, leaves
 
     def _count(self, spec: LossSpec, batch: Batch) -> Any:
         """A row for each sample: what each term of its micro-batch is multiplied by, if masks or weights decide that.
@@ -130,7 +134,7 @@ class BackendStep:
 
         zeros = tf.zeros(len(spec.kinds), self.step.dtype)
         total, (weights,) = self._loop(body, zeros, batch, [tf.TensorSpec((None, len(spec.kinds)), self.step.dtype)])
-        (total,) = _add_up([total])
+        (total,) = _sum_over_replicas([total])
         return loss.share(weights, total)
 
     def _loop(self, body: _Body, carry: Any, batch: Any, outputs: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -141,10 +145,12 @@ class BackendStep:
         layout, micro = Layout(batch), self.step.micro_batch_size
         size = num_samples(layout.tensors)
         is_for_xla = self.model.jit_compile and not self.model.run_eagerly
+        rest, num = 0, -(-size // micro)
         if is_for_xla:
             micro = tf.minimum(micro, size)
-        rest = size % micro if is_for_xla else 0
-        num = -(-(size - rest) // micro)
+            divisor = tf.maximum(micro, 1)
+            rest = size % divisor
+            num = tf.maximum(size // divisor, 1)  # without samples one empty micro-batch: XLA has no empty TensorArray
         arrays = [
             tf.TensorArray(o.dtype, size=num, infer_shape=False, element_shape=(None, *o.shape[1:])) for o in outputs
         ]
@@ -185,7 +191,7 @@ class BackendStep:
         tf.function(trace, autograph=False).get_concrete_function(types)
         return found[0]
 
-    def peek(self, iterator: Any) -> tuple[Any, tuple[Any]]:
+    def first_batch(self, iterator: Any) -> tuple[Any, tuple[Any]]:
         """Takes the first elements of Keras's iterator, and gives them back as another iterator of the same type."""
         num = self.model.steps_per_execution
         first = list(itertools.islice(iterator, num))
@@ -198,13 +204,13 @@ class BackendStep:
             again = tf.nest.pack_sequence_as(iterator, elements, expand_composites=True)
         return first[0], (again,)
 
-    def measure(self, batch: Batch, *args: Any) -> Measured:
+    def measure_on(self, batch: Batch, *args: Any) -> Measured:
         """Eagerly, on what the first replica has of the batch."""
         batch = tree.map_structure(_without_optional, batch)
         batch = tree.map_structure(_as_tensor, _of_first_replica(self.model.distribute_strategy, batch))
         self.step.spec(batch, lambda: self._inspect(batch))  # builds what is not built
         with outside_of_scopes(), _full_precision():
-            return self.step.measure(batch, part)
+            return self.step.measure_eagerly(batch, part)
 
     # --- instead of methods of Keras 3.15 that fail under a strategy ------------------------------------------
 
@@ -256,13 +262,12 @@ def _with_equal_rows(batch: Batch) -> Batch:
     return equal
 
 
-def _add_up(tensors: list[Any]) -> list[Any]:
-    """The sums over all replicas, in one reduction; None stays None."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    if not present or not replicas.is_shared():
+def _sum_over_replicas(tensors: list[Any]) -> list[Any]:
+    """The sums over all replicas, in one reduction for each dtype; None stays None."""
+    if not replicas.is_shared() or all(tensor is None for tensor in tensors):
         return tensors
-    sums = iter(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, present))
-    return [None if tensor is None else next(sums) for tensor in tensors]
+    sums, _ = replicas.reduce(tensors, [])
+    return sums
 
 
 def _as_vectors(logs: Any) -> Any:

@@ -39,7 +39,7 @@ class BackendStep:
         size = checks.batch_size(batch)
         model.zero_grad()
         self._wide: dict[int, Tensor] = {}
-        value, y_pred = self._backward(batch, size)
+        value, y_pred = self._accumulate(batch, size)
         model._loss_tracker.update_state(value, sample_weight=size)
         if weights := model.trainable_weights[:]:
             with torch.no_grad():
@@ -48,10 +48,10 @@ class BackendStep:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
-    def _backward(self, batch: Batch, size: int) -> tuple[Any, Any]:
+    def _accumulate(self, batch: Batch, size: int) -> tuple[Any, Any]:
         """Adds up the gradient of the batch; returns its loss, and the outputs if anything needs them."""
         step, model = self.step, self.step.model
-        value, added, kept = 0.0, 0.0, []
+        value, layer_losses, kept = 0.0, 0.0, []
         micro_batches, sizes = cut(batch, step.micro_batch_size)
         for k, (micro_batch, num) in enumerate(zip(micro_batches, sizes, strict=True)):
             micro_batch = _with_own_weights(micro_batch)
@@ -59,18 +59,22 @@ class BackendStep:
             losses = model.losses  # before counting, which calls the model again
             if k == 0:
                 spec = step.spec(batch, lambda: self._inspect(micro_batch, y_pred, losses))  # noqa: B023
-                shares = self._count(spec, micro_batches, sizes) if spec.is_counted else [None] * len(sizes)
-            of_samples = keras.ops.convert_to_tensor(share(num, size), step.dtype)
-            micro, extra = loss.micro_loss(model, spec, micro_batch, y_pred, losses, of_samples, shares[k])
+                term_shares: Any = [None] * len(sizes)
+                if spec.needs_model_for_weights:
+                    term_shares = self._count(spec, micro_batches, sizes)
+            sample_share = keras.ops.convert_to_tensor(share(num, size), step.dtype)
+            micro, micro_layer_losses = loss.micro_loss(
+                model, spec, micro_batch, y_pred, losses, sample_share, term_shares[k]
+            )
             if model.trainable_weights:
                 step.scale(micro).backward()
-                self._add_up()
+                self._widen_gradients()
             with torch.no_grad():
-                value, added = value + micro, added + extra
+                value, layer_losses = value + micro, layer_losses + micro_layer_losses
             kept.append([leaf.detach() for leaf in spec.leaves(y_pred)])
         y_pred = spec.rebuild([torch.cat(leaves) for leaves in zip(*kept, strict=True)]) if spec.needs_outputs else None
         with torch.no_grad():
-            return step.loss_of_batch(spec, batch, y_pred, added, value), y_pred
+            return step.loss_of_batch(spec, batch, y_pred, layer_losses, value), y_pred
 
     def _count(self, spec: LossSpec, micro_batches: list[Batch], sizes: list[int]) -> Tensor:
         """What each term of each micro-batch is multiplied by, where masks or sample weights decide.
@@ -90,8 +94,8 @@ class BackendStep:
         with torch.no_grad():
             return loss.inspect(self.step.model, *args)
 
-    def _add_up(self) -> None:
-        """After a backward pass: gradients in float16 or bfloat16 go into sums in float32, others add up in place."""
+    def _widen_gradients(self) -> None:
+        """After a backward pass: adds float16 and bfloat16 gradients to sums in float32; others add up in place."""
         weights = self.step.model.trainable_weights
         unalias([v.value for v in weights])
         for v in weights:
@@ -105,16 +109,16 @@ class BackendStep:
         held = self._wide.get(id(v))
         return v.value.grad if held is None else held.to(v.value.dtype)
 
-    def peek(self, data: Any) -> tuple[Any, tuple[Any]]:
+    def first_batch(self, data: Any) -> tuple[Any, tuple[Any]]:
         return data[0], (data,)
 
-    def measure(self, batch: Batch, *args: Any) -> Measured:
+    def measure_on(self, batch: Batch, *args: Any) -> Measured:
         model = self.step.model
         modes = [(module, module.training) for module in model.modules()]
         try:
             model.eval()
             with torch.no_grad(), random_state_kept(model):
-                return self.step.measure(tree.map_structure(_as_tensor, batch), _rows)
+                return self.step.measure_eagerly(tree.map_structure(_as_tensor, batch), _rows)
         finally:
             for module, training in modes:
                 module.training = training
