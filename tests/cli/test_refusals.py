@@ -113,7 +113,10 @@ BAD_NUMBERS: dict[str, tuple[list[Any], str]] = {
         '--precision=\'int3\' is unknown: pass "float32", "bf16" or "fp16"',
     ),
     "checkpoints never": (["--checkpoint-every", 0], "--checkpoint-every 0: cannot read '0' as an interval"),
-    "an unknown unit": (["--checkpoint-every", "3weeks"], "pass a number of steps such as 100, or a time, 10min"),
+    "an unknown unit": (
+        ["--checkpoint-every", "3weeks"],
+        "cannot read '3weeks' as an interval: pass steps (100) or a time (10min)",
+    ),
     "an unknown way": (
         ["--on-nonfinite", "pray"],
         '--on-nonfinite=\'pray\' is unknown: pass "skip", "raise" or "stop"',

@@ -15,7 +15,7 @@ def test_one_run_has_headline_numbers_and_all_plots(usual):
     folder, text = usual
     page = Page(text)
     assert (
-        "digits on torch: 48 steps, each with a batch of 256 in 8 micro-batches of 32; "
+        "digits on torch: 48 steps with a batch of 256 in 8 micro-batches of 32; "
         "the weights differ from those of full-batch training by at most 3e-07" in page.text
     )
     assert_same_numbers(page, "run", summary_of(folder))

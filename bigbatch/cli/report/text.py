@@ -87,7 +87,7 @@ def headline(summary: Summary) -> str:
     )
     ended = "" if summary.status == "finished" else f", then {summary.status}"
     steps = count(summary.num_steps, "step")
-    return f"{summary.task} on {summary.framework}: {steps}, each with {batch}{ended}; {_verdict(summary)}"
+    return f"{summary.task} on {summary.framework}: {steps} with {batch}{ended}; {_verdict(summary)}"
 
 
 def _verdict(summary: Summary) -> str:
