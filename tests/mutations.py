@@ -264,8 +264,8 @@ verify: a loss that is another each time is compared | core/verify/diagnosis.py 
 - self.is_repeatable = not
 + self.is_repeatable = True or not
 verify: every small difference is rounding | core/verify/diagnosis.py | test-torch
-- self.noise = max(own, moved) if moved < 1e-4 else own
-+ self.noise = 1e-2
+- self.rounding = max(own, moved) if moved < 1e-4 else own
++ self.rounding = 1e-2
 cli: skipped steps advance the schedule | cli/run/train.py | test-cli
 - done.num_applied += record.is_applied
 + done.num_applied += 1

@@ -26,6 +26,7 @@ def _flag(
     *,
     kind: type = str,
     passed_on: Mapping[str, str] = MappingProxyType({}),
+    read_by: tuple[str, ...] = (),
     elsewhere: str = "",
 ) -> Any:
     """An option of `bigbatch train`.
@@ -35,10 +36,15 @@ def _flag(
         text: What `--help` says.
         check: Raises OptionError if the value is wrong; it gets the name of the flag and the value.
         kind: What the flag is parsed as.
-        passed_on: For each framework that takes the option as it is, its name there; see `Config.for_framework`.
-        elsewhere: What other frameworks do instead, if they refuse the option.
+        passed_on: What the option is called in each framework that takes its value unchanged: `Config.for_framework`
+            returns it under that name.
+        read_by: The frameworks whose engine reads the option itself. An option without `passed_on` and `read_by`
+            is for all frameworks.
+        elsewhere: What the other frameworks, which refuse the option, do instead.
     """
-    metadata = {"help": text, "check": check, "kind": kind, "passed_on": passed_on, "elsewhere": elsewhere}
+    takers = [name for name in FRAMEWORKS if not (passed_on or read_by) or name in (*passed_on, *read_by)]
+    about = {"passed_on": passed_on, "takers": takers, "elsewhere": elsewhere}
+    metadata = {"help": text, "check": check, "kind": kind, **about}
     return field(default=default, metadata=metadata)
 
 
@@ -82,11 +88,17 @@ def _interval(name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Config:
-    """The options of `bigbatch train`. To add one, declare it here and use it in `engines` or `run`."""
+    """The options of `bigbatch train`.
+
+    To add one: declare it here; use it in `run`, in every engine, or in those that `passed_on` and `read_by` name; and
+    add it to docs/command-line.md and tests/cli/test_config.py. Add it to `VERIFY_FLAGS` if `verify` needs it too.
+    """
 
     task: str
     batch_size: int = _flag(64, "The batch that the optimizer sees.", check_size, kind=int)
-    micro_batch_size: int = _flag(8, "The part of it that is in memory at one time.", _micro_batch_size)
+    micro_batch_size: int = _flag(
+        8, "How many samples are in memory at once; must not exceed --batch-size.", _micro_batch_size
+    )
     epochs: int | None = _flag(None, "How many times to go through the data.", check_size, kind=int)
     steps: int | None = _flag(None, "How many steps to make, instead of --epochs.", check_size, kind=int)
     lr: float = _flag(1e-3, "The learning rate.", _above_zero, kind=float)
@@ -108,7 +120,11 @@ class Config:
         passed_on={"torch": "clip_norm", "tensorflow": "clip_norm", "keras": "global_clipnorm", "jax": "max_norm"},
     )
     precision: str = _flag(
-        "float32", "float32, bf16 or fp16.", _one_of("float32", "bf16", "fp16"), passed_on={"torch": "precision"}
+        "float32",
+        "float32, bf16 or fp16.",
+        _one_of("float32", "bf16", "fp16"),
+        passed_on={"torch": "precision"},
+        read_by=("tensorflow", "keras", "jax"),
     )
     on_nonfinite: str = _flag(
         "skip",
@@ -117,7 +133,9 @@ class Config:
         passed_on={"torch": "on_nonfinite", "tensorflow": "on_nonfinite"},
         elsewhere="such a step is skipped",
     )
-    checkpoint_every: str | int | None = _flag("10min", "Steps, such as 100, or a time, such as 10min.", _interval)
+    checkpoint_every: str | int | None = _flag(
+        "10min", "How often to save a checkpoint: steps (100) or a time (10min).", _interval
+    )
     framework: str = _flag("torch", "torch, tensorflow, keras or jax, for built-in tasks.", _one_of(*FRAMEWORKS))
     seed: int = _flag(0, "The seed of weights, data and dropout.", _whole, kind=int)
     device: str | None = _flag(None, "cpu, cuda, cuda:1 …", _device)
@@ -125,7 +143,7 @@ class Config:
     tensorboard: bool = _flag(False, "Write TensorBoard event files too.", _true_or_false, kind=bool)
 
     def for_framework(self) -> dict[str, Any]:
-        """The options that the framework takes as they are, by their names there, without those at their default."""
+        """The options that the framework takes unchanged, under its own names, without those at their default."""
         return {
             each.metadata["passed_on"][self.framework]: getattr(self, each.name)
             for each in FLAGS.values()
@@ -155,7 +173,7 @@ class Config:
 
 FLAGS = {each.name: each for each in fields(Config) if each.metadata}
 """The flags by name. Their `metadata` has the arguments of `_flag`."""
-VERIFY_FLAGS = ("micro_batch_size", "batch_size", "framework", "seed", "device")
+VERIFY_FLAGS = ("batch_size", "micro_batch_size", "framework", "seed", "device")
 """The flags of `bigbatch verify`."""
 _NAMES = ("task", *FLAGS)
 _OUTPUT_OPTIONS = ("out", "quiet", "json")
@@ -223,10 +241,11 @@ def _checked(config: Config) -> Config:
     for name, each in FLAGS.items():
         value, about = getattr(config, name), each.metadata
         about["check"](option(name), value)
-        if about["elsewhere"] and config.framework not in about["passed_on"] and value != each.default:
+        if config.framework not in about["takers"] and value != each.default:
+            where = f", where {about['elsewhere']}" if about["elsewhere"] else ""
             raise OptionError(
-                f"{option(name)} {value} is for {' and '.join(about['passed_on'])}, but {Path(config.task).stem} is a "
-                f"task for {config.framework}, where {about['elsewhere']}: leave it out"
+                f"{option(name)} {value} is for {' and '.join(about['takers'])}, but {Path(config.task).stem} is a "
+                f"task for {config.framework}{where}: leave it out"
             )
     if config.micro_batch_size > config.batch_size:
         raise OptionError(

@@ -81,7 +81,10 @@ def their_own_errors() -> Iterator[None]:
 
 
 def call_with(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """Calls a function with those arguments that it takes; a first parameter of another name gets the first of them."""
+    """Calls a function with those of the arguments that it has parameters for.
+
+    If its first parameter is required and has another name, it gets the first argument.
+    """
     parameters = list(inspect.signature(function).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return function(**given)

@@ -14,8 +14,8 @@ BigBatchError
 ├── StateError       a saved state does not fit
 └── MissingExtraError (also an ImportError)   something optional is not installed
 
-Every message is one sentence that gives both numbers and the remedy. After any of them the parameters,
-the optimizer and the gradients are as they were before the call.
+A message says what was found, what was expected, and what to do. Parameters and optimizer are unchanged; an
+interrupted step keeps its gradients, and a failed micro_batch() may drop the open window.
 """
 
 import contextlib

@@ -86,8 +86,8 @@ class NonFinite:
             return
         if is_too_many:
             self._due[step] = (
-                f"{self.num_skipped} steps in a row were skipped since the last one that was applied, the first in "
-                f"step {self._first_step}, where {self._first_place} was first not finite: {_REMEDY}, "
+                f"the last {self.num_skipped} steps were skipped; it began in step {self._first_step}, where "
+                f"{self._first_place} was not finite: {_REMEDY}, "
                 f"or pass a max_skipped above {self.max_skipped}"
             )
         if self._warns and not is_overflow:

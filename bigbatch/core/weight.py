@@ -20,9 +20,9 @@ w_k / reference, and the finished sum by reference / W:
 
     sum_k (w_k / reference) * g_k  *  (reference / W)  =  sum_k w_k * g_k / W
 
-Both are the same window with a different reference: the total, or a guess of it (the first weight times the expected
-number of micro-batches), which keeps sums as large as a mean's, so that float16 does not overflow. The last factor
-corrects a wrong guess. `Weights` does both.
+The first way is the second with W as the reference, which makes the last factor 1. Otherwise the reference is a guess
+of W: the first weight times the expected number of micro-batches. A good guess keeps the sums about as large as a mean,
+so that float16 does not overflow; the last factor corrects any guess. `Weights` does both.
 
 Dividing by the number of micro-batches instead is wrong as soon as the weights differ.
 
@@ -95,12 +95,12 @@ def totals(weights: Sequence[Terms]) -> Terms:
 
 
 def has_weight(total: Terms, num_micro_batches: int, reduction: Reduction = "mean") -> bool:
-    """Whether a window has any weight. One without changes nothing."""
+    """Whether a window has any weight; if not, its step leaves the parameters alone."""
     return any(total) or (reduction == "sum" and num_micro_batches > 0)
 
 
 def weighted(losses: Sequence[Terms], by: Sequence[Terms]) -> tuple[float, ...]:
-    """The loss of the whole batch, term by term: the sum of all micro-batch losses, each times its share."""
+    """The loss of the whole batch, term by term: each micro-batch's loss times its share in `by`, added up."""
     return tuple(
         sum(float(value) * part for value, part in zip(term, of_term, strict=True) if part)
         for term, of_term in zip(zip(*losses, strict=True), zip(*by, strict=True), strict=True)

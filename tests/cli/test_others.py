@@ -53,7 +53,7 @@ def test_without_the_extra_there_is_one_sentence(tmp_path: Path) -> None:
 def test_verify_says_exact(tmp_path: Path) -> None:
     done = run("verify", write_task(tmp_path), "--micro-batch-size", 5)
     assert done.returncode == 0, done.stderr
-    assert "exact: the largest error is" in done.stdout
+    assert "exact: largest error of a parameter" in done.stdout
     assert "NOT" not in done.stdout
     assert "0.weight" in done.stdout
 

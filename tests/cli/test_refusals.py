@@ -112,8 +112,11 @@ BAD_NUMBERS: dict[str, tuple[list[Any], str]] = {
         ["--precision", "int3"],
         '--precision=\'int3\' is unknown: pass "float32", "bf16" or "fp16"',
     ),
-    "checkpoints never": (["--checkpoint-every", 0], "--checkpoint-every 0: a checkpoint every '0' is unknown"),
-    "an unknown unit": (["--checkpoint-every", "3weeks"], "pass a number of steps such as 100, or a time, 10min"),
+    "checkpoints never": (["--checkpoint-every", 0], "--checkpoint-every 0: cannot read '0' as an interval"),
+    "an unknown unit": (
+        ["--checkpoint-every", "3weeks"],
+        "cannot read '3weeks' as an interval: pass steps (100) or a time (10min)",
+    ),
     "an unknown way": (
         ["--on-nonfinite", "pray"],
         '--on-nonfinite=\'pray\' is unknown: pass "skip", "raise" or "stop"',
@@ -138,13 +141,18 @@ def test_missing_device(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "history.jsonl").exists()
 
 
+def test_a_device_for_a_keras_task(tmp_path: Path) -> None:
+    done = run("train", "digits", "--framework", "keras", "--out", tmp_path / "run", "--device", "cuda")
+    assert_refused(done, "--device cuda does not work for Keras tasks, which use the device of their backend")
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ("batch_size = ", "is not a TOML file"),
         ("bach_size = 3", "has the unknown option 'bach_size'"),
         ('lr = "big"', "--lr must be"),
-        ("checkpoint_every = 1.5", "a checkpoint every 1.5 is unknown"),
+        ("checkpoint_every = 1.5", "cannot read 1.5 as an interval"),
     ],
 )
 def test_bad_config_files(text: str, told: str, tmp_path: Path) -> None:

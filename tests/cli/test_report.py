@@ -16,11 +16,11 @@ def test_one_run_has_headline_numbers_and_all_plots(usual):
     page = Page(text)
     assert (
         "digits on torch: 48 steps with a batch of 256 in 8 micro-batches of 32; "
-        "the weights are 3e-07 from full-batch training" in page.text
+        "the weights differ from those of full-batch training by at most 3e-07" in page.text
     )
     assert_same_numbers(page, "run", summary_of(folder))
     assert page.plots == ["loss", "loss-time", "difference", "grad-norm", "memory", "throughput", "lr"]
-    assert "6 steps with no difference at all" in page.text
+    assert "Triangles at the bottom mark 6 steps without any difference." in page.text
     assert_readable(page)
 
 
@@ -134,7 +134,7 @@ def test_nonfinite_numbers(tmp_path):
     page = Page(report(write_run(tmp_path / "run", change=lambda s: s.update(loss="nan"), change_record=change_record)))
     assert page.values["run", "loss"] == "nan"
     assert "7 of 48 steps left the weights alone" in page.text
-    assert "7 steps with a loss that is not finite" in page.text
+    assert "7 steps are left out because their loss is not finite." in page.text
     assert "difference" in page.plots
     assert_readable(page)
 

@@ -134,10 +134,13 @@ def half_as_large(w):
 MISTAKES = [
     (divided_by_number, "divided by the number of micro-batches ({num}) although their weights differ (a mean"),
     (not_divided, "not divided: the micro-batches' mean losses are added up as they are"),
-    (divided_by_more, "short window under-scaled: divided by {more} although the window has {num} micro-batches"),
+    (
+        divided_by_more,
+        "the loop divides by {more}, but this window has only {num} micro-batches, so its gradient is too small",
+    ),
     (
         divided_by_full_size,
-        "short window under-scaled: divided by the size of a full window although this one is small",
+        "the loop divides by the size of a full window, but this window is smaller, so its gradient is too small",
     ),
     (zeroed_between, "only the last micro-batch counts: gradients are zeroed between micro-batches"),
     (zeroed_between_means, "only the last micro-batch counts: gradients are zeroed between micro-batches"),
@@ -171,7 +174,9 @@ def test_micro_batches_that_are_left_out_are_named(left_out):
 
 def test_equal_weights_divided_by_a_full_window():
     said = named(mixing(lambda w: np.ones(2) / 4), (8, 8))
-    assert said.startswith("short window under-scaled: divided by 4 although the window has 2 micro-batches")
+    assert said.startswith(
+        "the loop divides by 4, but this window has only 2 micro-batches, so its gradient is too small"
+    )
 
 
 def test_mean_of_means_of_three_windows():
@@ -181,7 +186,7 @@ def test_mean_of_means_of_three_windows():
 
 def test_divided_by_too_few():
     said = named(mixing(lambda w: np.ones(4) / 3))
-    assert said.startswith("over-scaled: divided by 3 although the window has 4 micro-batches")
+    assert said.startswith("the loop divides by 3, but this window has 4 micro-batches, so its gradient is too large")
 
 
 def test_a_short_window_of_uneven_sizes_is_reported_by_its_scale():
@@ -193,7 +198,9 @@ def test_a_short_window_of_uneven_sizes_is_reported_by_its_scale():
 
 def test_window_of_one():
     assert named(mixing(lambda w: [1.0]), (7,)) is None
-    assert named(mixing(lambda w: [0.25]), (7,)).startswith("short window under-scaled: divided by 4")
+    assert named(mixing(lambda w: [0.25]), (7,)).startswith(
+        "the loop divides by 4, but this window has only 1 micro-batch, so"
+    )
     assert named(mixing(lambda w: [2.0]), (7,)).startswith("2 times too large")
 
 

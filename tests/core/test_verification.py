@@ -37,7 +37,7 @@ def test_an_error_that_is_not_finite_is_not_exact(order, bad):
 
 def test_no_parameters_are_exact():
     assert judge({}, [], 1e-9).is_exact
-    assert "exact: the largest error is 0.0e+00" in str(judge({}, [], 1e-9))
+    assert "exact: largest error of a parameter 0.0e+00" in str(judge({}, [], 1e-9))
 
 
 def test_judge_copies_what_it_is_given():
@@ -61,7 +61,7 @@ def test_table_of_an_exact_one():
             "encoder.weight         3.4e-15",
             "a                      2.0e-16",
             "b                      0.0e+00",
-            "exact: the largest error is 3.4e-15, of the whole gradient 1.0e-15, allowed is 1e-09",
+            "exact: largest error of a parameter 3.4e-15, of the whole gradient 1.0e-15; up to 1e-09 is allowed",
         ]
     )
 
@@ -74,7 +74,7 @@ def test_table_of_an_inexact_one():
             "---------  --------------",
             "b                 3.1e-01",
             "a                 2.0e-16",
-            "NOT exact: the largest error is 3.1e-01, of the whole gradient 2.0e-01, allowed is 1e-06",
+            "NOT exact: largest error of a parameter 3.1e-01, of the whole gradient 2.0e-01; up to 1e-06 is allowed",
             "- divided by 4",
             "- dropout",
         ]

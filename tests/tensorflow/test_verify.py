@@ -73,7 +73,7 @@ def test_dropout_is_switched_off_and_reported():
 
 def test_wrong_weight_and_coupled_samples_are_named():
     found = verify(classifier(), (X, Y), loss, 16, weight=lambda batch: 1)
-    assert "the weight disagrees with the loss's own mean" in only(found.causes)
+    assert "return from `weight` the number of samples or tokens the loss averages over" in only(found.causes)
     found = verify(classifier(), (X, Y), lambda model, batch: tf.math.reduce_variance(model(batch[0])), 16)
     assert "the loss couples the samples" in only(found.causes)
 
@@ -104,4 +104,4 @@ def test_comparison_uses_the_precision_of_the_loss(policy: str) -> None:
     assert found.tolerance <= 2e-2
     wrong = verify(model, batch, loss, 4, weight=lambda batch: 1)
     assert not wrong.is_exact
-    assert ("the weight disagrees" if policy == "float32" else "too coarse to tell the cause") in wrong.causes[0]
+    assert ("but `weight` says" if policy == "float32" else "too coarse to tell the cause") in wrong.causes[0]

@@ -81,7 +81,7 @@ def test_result_prints_as_a_table() -> None:
     text = str(verify(classifier(), data(), loss, 16))
     assert "parameter" in text
     assert "3.weight" in text or "2.weight" in text
-    assert "\nexact: the largest error is" in text
+    assert "\nexact: largest error of a parameter" in text
 
 
 # --- causes ------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_labels_counted_without_the_shift_are_named() -> None:
         return (batch["y"][:, 1:] != IGNORED).sum()
 
     found = verify(Language(), batch, shifted, 2, weight=unshifted)
-    assert "the weight disagrees with the loss's own mean" in only(found.causes)
+    assert "return from `weight` the number of samples or tokens the loss averages over" in only(found.causes)
     assert verify(Language(), batch, shifted, 2, weight=right).is_exact
 
 
@@ -240,7 +240,7 @@ def test_model_that_computes_in_float32_is_reported() -> None:
     assert not verify(model, data(), loss, 16, tolerance=1e-9).is_exact
     slightly_off = verify(model, data(), loss, 16, weight=lambda batch: len(batch[0]) + 1e-3)
     assert not slightly_off.is_exact
-    assert "the weight disagrees" in only(slightly_off.causes)
+    assert "but `weight` says" in only(slightly_off.causes)
 
 
 def test_loss_that_needs_float32_is_compared_in_float32() -> None:
@@ -326,8 +326,11 @@ def without_the_last(model: nn.Module, micro_batches: list[Batch]) -> None:
     [
         (divided_by(lambda n: n), r"divided by the number of micro-batches \(4\) although their weights differ"),
         (divided_by(lambda n: 1), "not divided"),
-        (divided_by(lambda n: 8), "short window under-scaled: divided by 8 although the window has 4"),
-        (by_the_full_size, "short window under-scaled: divided by the size of a full window"),
+        (
+            divided_by(lambda n: 8),
+            "the loop divides by 8, but this window has only 4 micro-batches, so its gradient is too small",
+        ),
+        (by_the_full_size, "the loop divides by the size of a full window, but this window is smaller"),
         (twice, "2 times too large: gradients of an earlier window were not zeroed"),
         (zeroed_each_time, "gradients are zeroed between micro-batches"),
         (clipped_each_time, "clipped after each micro-batch"),
@@ -526,7 +529,7 @@ def test_hooks_of_the_user_stay() -> None:
 
 
 def test_result_says_precision_and_tolerance() -> None:
-    assert "allowed is 1e-09 in float64" in str(verify(classifier(), data(), loss, 16))
+    assert "up to 1e-09 is allowed in float64" in str(verify(classifier(), data(), loss, 16))
     found = verify(classifier(), data(), loss, 16, dtype=torch.float32)
     assert found.is_exact
     assert 1e-5 < found.tolerance < 1e-4
@@ -555,5 +558,5 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(num: int) -> None
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert "the weight disagrees" in only(found.causes)
+    assert "but `weight` says" in only(found.causes)
     assert peak < 12 * size, f"{peak / size:.1f} times the model"

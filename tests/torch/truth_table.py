@@ -16,7 +16,7 @@ DTYPE = torch.float64
 
 # A few words of each cause. `verify` must not state a cause that a case does not list.
 WORDS = {
-    "weight": "the weight disagrees with the loss's own mean",
+    "weight": "return from `weight` the number of samples or tokens the loss averages over",
     "adds up": "the loss adds up over samples",
     "mean added up": 'reduction="sum" adds it up',
     "couples": "the loss couples the samples",
@@ -44,8 +44,8 @@ WORDS = {
     "sign": "the sign is turned",
     "divided": "divided by the number of micro-batches",
     "undivided": "not divided: ",
-    "short": "short window under-scaled",
-    "over": "over-scaled",
+    "short": "so its gradient is too small",
+    "over": "so its gradient is too large",
     "zeroed": "only the last micro-batch counts",
     "left out": "is left out",
     "times": "times too large",

@@ -71,8 +71,8 @@ class JaxEngine(Engine):
         found["grad_norm"] = optax.tree.norm(gradient)
         has_weight = jnp.stack([weight != 0 for weight in found["weights"]]).any()
         found["is_applied"] = is_finite(gradient) & has_weight & (found["num_wrong"] == 0)
-        if clipping := self.config.for_framework():
-            gradient, _ = optax.clip_by_global_norm(**clipping).update(gradient, optax.EmptyState())
+        if (max_norm := self.config.for_framework().get("max_norm")) is not None:
+            gradient, _ = optax.clip_by_global_norm(max_norm).update(gradient, optax.EmptyState())
         optimizer = optax.with_extra_args_support(self._optimizer(parameters, lr))
         updates, next_state = optimizer.update(gradient, state, parameters, value=value)
         after = optax.apply_updates(parameters, updates), next_state

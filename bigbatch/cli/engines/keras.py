@@ -27,8 +27,11 @@ class KerasEngine(Engine):
     def __init__(self, task: Task, config: Config) -> None:
         self.task = task
         if config.device not in (None, "cpu"):
-            raise OptionError(f"--device {config.device} is for torch and tensorflow: Keras takes its backend's own")
-        self.device = f"{keras.backend.backend()}'s own"
+            raise OptionError(
+                f"--device {config.device} does not work for Keras tasks, which use the device of their backend: "
+                "leave it out"
+            )
+        self.device = f"chosen by {keras.backend.backend()}"
         keras.utils.set_random_seed(config.seed)
         randomness.seed_keras(config.seed)
         keras.config.set_dtype_policy(POLICIES[config.precision])

@@ -104,7 +104,8 @@ def _over(name: str, title: str, caption: str, x: str, y: str, series: Sequence[
         unknown = f"No {label} was recorded." if has_steps else "No step was finished."
         return _Plot(name, title, f"The {label} is not finite in any step." if num_left_out else unknown)
     if num_left_out:
-        caption += f" {count(num_left_out, 'step')} with a {label} that is not finite left out."
+        verb, whose = ("is", "its") if num_left_out == 1 else ("are", "their")
+        caption += f" {count(num_left_out, 'step')} {verb} left out because {whose} {label} is not finite."
     drawing = plots.lines(name, curves, x=_LABELS[x], y=label)
     return _Plot(name, title, caption + _thinned(curves) + _absent(series, kept), drawing, _legend(kept))
 
@@ -154,7 +155,7 @@ def _loss_difference(ours: Sequence[_Series]) -> _Plot:
         return _Plot(name, title, text)
     caption = "How far the loss of a step is from that of full-batch training, on a log scale."
     if num_zeros:
-        caption += f" {count(num_zeros, 'step')} with no difference at all: triangles at the bottom edge."
+        caption += f" Triangles at the bottom mark {count(num_zeros, 'step')} without any difference."
     if equal:
         caption += f" In {listed(equal)} the losses are equal to the last bit."
     drawing = plots.lines(name, curves, x="step", y="|difference of the loss|", is_log=True)

@@ -104,7 +104,7 @@ def _verdict(summary: Summary) -> str:
         return "the weights are exactly those of full-batch training"
     if not math.isfinite(distance):
         return "the weights cannot be compared with those of full-batch training, since some are not finite"
-    return f"the weights are {distance:.0e} from full-batch training"
+    return f"the weights differ from those of full-batch training by at most {distance:.0e}"
 
 
 def remarks(run: Run) -> list[str]:

@@ -65,14 +65,14 @@ class RunFolder:
         self._open = {}
 
     def history(self) -> bytes:
-        """The history so far, from the open file if there is one: another file may have its name now."""
+        """The history so far. The open file is read, if there is one: its name may lead to another file now."""
         if HISTORY not in self._open:
             return (self.path / HISTORY).read_bytes()
         self._open[HISTORY].seek(0)  # writing still appends
         return self._open[HISTORY].read().encode()
 
     def begin_with(self, history: bytes) -> None:
-        """Writes the history of the checkpoint, and keeps as many times as it has steps."""
+        """Writes the history of the checkpoint, and makes the file of times as long: lost times are null."""
         write_whole(self.path / HISTORY, history)
         path = self.path / TIMES
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last one is empty or cut off

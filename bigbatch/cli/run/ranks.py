@@ -1,4 +1,4 @@
-"""The processes that torchrun starts to train one model together. This file is for one process alone."""
+"""The processes that torchrun starts to train one model together. `Ranks` is for a run of one process."""
 
 import os
 import sys

@@ -41,7 +41,7 @@ class Resumable:
         self.epoch = self.place = 0  # the epoch, and how many of its batches are done
         self._at_epoch: Any = None  # the random state before the epoch; None between two epochs
         self._at_batch: Any = None  # the random state before the batch in hand was read
-        self._now: Any = None  # the random state to continue with, once the batches that are done have been skipped
+        self._now: Any = None  # the random state to set after the finished batches were skipped; None if none is due
         self._before: Any = None  # the progress before the batch in hand; None if the loop has none
         self._data: Any = None
         self._is_restored = False

@@ -36,4 +36,4 @@ def _parsed(every: int | str | None) -> tuple[int | None, float | None]:
             return int(number), None
         if unit in _UNITS and float(number) > 0:
             return None, float(number) * _UNITS[unit]
-    raise OptionError(f"a checkpoint every {every!r} is unknown: pass a number of steps such as 100, or a time, 10min")
+    raise OptionError(f"cannot read {every!r} as an interval: pass steps (100) or a time (10min)")

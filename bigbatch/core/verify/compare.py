@@ -59,14 +59,14 @@ def _experiment(
         if has_hooks:
             full, found = trial.full(), trial.accumulated() if loop is None else trial.by_loop(loop)[0]
         if loop is None:
-            return experiments.of_loss(full, found), experiments.epsilon
+            return experiments.explain_loss(full, found), experiments.epsilon
         if has_hooks and _verdict(trial, full, found, tolerance):
             return [
                 *trial.layer_causes(),
                 "hooks of parameters act on the gradient of each micro-batch instead of that of the batch: run them "
                 "once, after the last backward pass",
             ], trial.epsilon
-        return experiments.of_loop(loop, full, found), experiments.epsilon
+        return experiments.explain_loop(loop, full, found), experiments.epsilon
 
 
 def _verdict(

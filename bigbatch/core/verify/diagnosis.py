@@ -24,7 +24,7 @@ class Experiments:
         self.epsilon = trial.epsilon
         """Larger than the trial's if part of the model turns out to compute in float32."""
         self._all_rows = sorted(chain.from_iterable(trial.parts))
-        gradient, loss = trial.of(self._all_rows)
+        gradient, loss = trial.gradient_of(self._all_rows)
         self._sizes = sizes_of(gradient)
         whole = self._sketch(gradient)
         self._loss_unit = float(np.linalg.norm(whole)) / abs(loss or 1.0) or 1.0
@@ -35,9 +35,9 @@ class Experiments:
         own, moved = 8 * max(trial.epsilon, _epsilon_in(gradient)), np.inf
         with suppress(Exception):  # a loss may refuse samples in another order
             shuffled = np.random.default_rng(0).permutation(self._all_rows).tolist()
-            moved = float(np.linalg.norm(self._of(shuffled) - whole) / (np.linalg.norm(whole) or 1.0))
-        self.noise = max(own, moved) if moved < 1e-4 else own  # more than that is no rounding: the order matters
-        self._close = max(1e-9, 20 * self.noise)
+            moved = float(np.linalg.norm(self._gradient_of(shuffled) - whole) / (np.linalg.norm(whole) or 1.0))
+        self.rounding = max(own, moved) if moved < 1e-4 else own  # more than that is no rounding: the order matters
+        self._close = max(1e-9, 20 * self.rounding)
 
     def obstacle(self) -> str | None:
         """Why no experiment would show anything, or None."""
@@ -46,13 +46,13 @@ class Experiments:
                 "the loss gives another gradient each time it is called with the same batch (it keeps a state, or "
                 "draws from a random generator of its own), so nothing can be compared: make it repeatable"
             )
-        if self.noise > 1e-2:
+        if self.rounding > 1e-2:
             return "rounding in this precision is too coarse to tell the cause: compare in float32 or float64"
         return None
 
-    def _of(self, rows: Rows, term: int | None = None) -> Array:
+    def _gradient_of(self, rows: Rows, term: int | None = None) -> Array:
         """The gradient with the loss behind it, scaled to the gradient's norm: the same laws hold for both."""
-        gradient, loss = self.trial.of(rows, term)
+        gradient, loss = self.trial.gradient_of(rows, term)
         return np.append(self._sketch(gradient), loss * self._loss_unit)
 
     def _sketch(self, gradient: Gradient) -> Array:
@@ -61,7 +61,7 @@ class Experiments:
 
     # --- the loss --------------------------------------------------------------------------------------------
 
-    def of_loss(self, full: Gradient, accumulated: Gradient) -> list[str]:
+    def explain_loss(self, full: Gradient, accumulated: Gradient) -> list[str]:
         """Why accumulation is not exact: the layers, a state that passes change, the loss or its weight."""
         trial = self.trial
         whole, ours = self._sketch(full), self._sketch(accumulated)
@@ -70,9 +70,9 @@ class Experiments:
         causes = trial.layer_causes()
         if trial.is_random or not self._adds_up():
             with trial.quiet():
-                return causes + self._terms()
+                return causes + self._explain_terms()
         if is_same(whole, ours, self._close):
-            return [*causes, self._rounding(whole, ours)]
+            return [*causes, self._explain_rounding(whole, ours)]
         names = ", ".join(trial.carried_over()) or "a state of the model or of the loss"
         return [
             *causes,
@@ -80,13 +80,13 @@ class Experiments:
             "the full batch, one after the other they do not",
         ]
 
-    def _rounding(self, whole: Array, ours: Array) -> str:
+    def _explain_rounding(self, whole: Array, ours: Array) -> str:
         error = float(np.linalg.norm(whole - ours) / (np.linalg.norm(whole) or 1.0))
         cause = (
             f"a difference of {error:.0e} is the size of rounding (the same samples in another order change the "
-            f"gradient by {self.noise:.0e})"
+            f"gradient by {self.rounding:.0e})"
         )
-        if not 1e-12 < self.noise < 1e-4:
+        if not 1e-12 < self.rounding < 1e-4:
             return cause
         self.epsilon = max(_EPSILON32, self.trial.epsilon)
         return f"{cause}: something in the model or the loss computes in float32"
@@ -97,25 +97,25 @@ class Experiments:
         whole = ours = np.zeros(1)
         for number, scales in enumerate(right.T):
             term = number if right.shape[1] > 1 else None
-            whole = whole + self._of(self._all_rows, term)
+            whole = whole + self._gradient_of(self._all_rows, term)
             for part, scale in zip(self.trial.parts, scales, strict=True):
                 if scale:
-                    ours = ours + scale * self._of(part, term)
+                    ours = ours + scale * self._gradient_of(part, term)
         return is_same(ours[:-1], whole[:-1], self._close)
 
-    def _terms(self) -> list[str]:
+    def _explain_terms(self) -> list[str]:
         """What is wrong with the loss or its weight, term by term."""
         self.trial.full()  # records the random draws of this mode
         columns = self.trial.right_scales().T
         if len(columns) == 1:
-            cause = self._term(None, columns[0])
+            cause = self._explain_term(None, columns[0])
             return [cause] if cause else []
-        causes = [self._term(number, right) for number, right in enumerate(columns)]
+        causes = [self._explain_term(number, right) for number, right in enumerate(columns)]
         return [f"term {number} of {len(causes)}: {cause}" for number, cause in enumerate(causes, 1) if cause]
 
-    def _term(self, term: int | None, right: Array) -> str | None:
+    def _explain_term(self, term: int | None, right: Array) -> str | None:
         trial = self.trial
-        micro = [self._of(part, term) for part in trial.parts]
+        micro = [self._gradient_of(part, term) for part in trial.parts]
         finite = [k for k, g in enumerate(micro) if np.isfinite(g).all()]
         if missing := [k for k in range(len(micro)) if k not in finite and right[k]]:
             what = "gradient" if np.isfinite([micro[k][-1] for k in missing]).all() else "loss"
@@ -124,7 +124,7 @@ class Experiments:
                 "the whole batch is: a mean over nothing is 0/0 (for a micro-batch without a label let `weight` return "
                 "0), and so is the gradient of a standard deviation of one sample"
             )
-        whole = self._of(self._all_rows, term)
+        whole = self._gradient_of(self._all_rows, term)
         if len(finite) < 2:
             return None
         if is_same(np.sum([right[k] * micro[k] for k in finite], axis=0)[:-1], whole[:-1], self._close):
@@ -144,7 +144,7 @@ class Experiments:
                 return _disagrees(np.abs(mix.coefficients), right[finite])
             ours = np.array([right[half].sum() for half in halves])
             first, second = map(_listed, map(sorted, halves))
-            return _disagrees(np.array([1, ratio]), ours, f"its micro-batches {first} against {second} with")
+            return _disagrees(np.array([1, ratio]), ours, f"its micro-batches {first} against {second} as")
         if kind == "sum" and trial.reduction == "sum":
             return None
         if kind in ("coupled", "unclear"):
@@ -163,7 +163,10 @@ class Experiments:
         return _CAUSES[kind]
 
     def _kind(self, finite: list[int], micro: list[Array], mix: Mix, term: int | None) -> tuple[Kind, float, _Halves]:
-        """The kind of loss that the first telling grouping shows; raises the loss's error if it refuses all of them."""
+        """Splits the micro-batches into two groups in several ways, until one shows the kind of the loss.
+
+        Raises the loss's error if it refuses all groups.
+        """
         by_loss = sorted(finite, key=lambda k: micro[k][-1])  # groups as different as can be show most
         middle = -(-len(by_loss) // 2)
         groupings = (by_loss[:middle], by_loss[middle:]), (by_loss[::2], by_loss[1::2]), (by_loss[:1], by_loss[-1:])
@@ -172,7 +175,7 @@ class Experiments:
         for halves in groupings:
             a, b = (list(chain.from_iterable(self.trial.parts[k] for k in half)) for half in halves)
             try:
-                kind, ratio = loss_kind(lambda p, q: self._of(a * p + b * q, term), self.noise)  # noqa: B023
+                kind, ratio = loss_kind(lambda p, q: self._gradient_of(a * p + b * q, term), self.rounding)  # noqa: B023
             except Exception as error:  # a loss may refuse more samples than the batch has
                 refusal = error
                 continue
@@ -194,13 +197,13 @@ class Experiments:
 
     # --- the user's own loop ---------------------------------------------------------------------------------
 
-    def of_loop(self, loop: Loop, full: Gradient, found: Gradient) -> list[str]:
+    def explain_loop(self, loop: Loop, full: Gradient, found: Gradient) -> list[str]:
         """Why the user's own loop is not exact."""
         causes = self.trial.layer_causes()
-        cause = self._loop(loop, full, found, has_layer_causes=bool(causes))
+        cause = self._explain_loop(loop, full, found, has_layer_causes=bool(causes))
         return [*causes, cause] if cause else causes
 
-    def _loop(self, loop: Loop, full: Gradient, found: Gradient, *, has_layer_causes: bool) -> str | None:
+    def _explain_loop(self, loop: Loop, full: Gradient, found: Gradient, *, has_layer_causes: bool) -> str | None:
         trial = self.trial
         if missing := [name for name in full if name not in found]:
             return (
@@ -209,7 +212,7 @@ class Experiments:
             )
         micro, norms = [], []
         for part in trial.parts:
-            gradient, _ = trial.of(part)
+            gradient, _ = trial.gradient_of(part)
             micro.append(self._sketch(gradient))
             norms.append(_norm(gradient))
         whole, theirs = self._sketch(full), self._sketch(found)
@@ -226,7 +229,7 @@ class Experiments:
             sums_to_one = np.isclose(ours.coefficients.sum(), 1.0, rtol=10 * ours.close)
             if ours.is_known and (sums_to_one or np.allclose(ours.coefficients, 1.0, rtol=ours.close)):
                 right = ours.coefficients  # the loss knows best over how many it is a mean
-            elif not has_layer_causes and (causes := self._terms()):
+            elif not has_layer_causes and (causes := self._explain_terms()):
                 return f"no loop over these micro-batches can be exact with this loss and weight: {causes[0]}"
 
         def backwards() -> Mix:
@@ -239,13 +242,13 @@ class Experiments:
             return "random numbers differ between the loop and the full batch, so the rest could not be compared"
         cause = explain_loop(mix, right, backwards)
         if cause is None and is_same(whole, theirs, self._close):
-            return self._rounding(whole, theirs)
+            return self._explain_rounding(whole, theirs)
         return cause
 
     def _mix(self, rows: list[Array], vector: Array, norms: list[float] | None = None) -> Mix:
         """One gradient as a mix of others; `norms` are the real ones, where sketches only keep them roughly."""
         stacked = np.stack([*rows, vector])
-        mix = unmix(stacked @ stacked.T, self.noise)
+        mix = unmix(stacked @ stacked.T, self.rounding)
         is_folded = sum(self._sizes.values()) > SIZE
         return replace(mix, norms=np.array(norms)) if norms is not None and is_folded else mix
 
@@ -278,8 +281,8 @@ _CAUSES: dict[Kind, str] = {
 
 def _disagrees(found: Array, ours: Array, whom: str = "its micro-batches") -> str:
     return (
-        f"the weight disagrees with the loss's own mean: the loss counts {whom} {_percent(found)}, "
-        f"the weight {_percent(ours)}: let `weight` return over how many the loss is a mean"
+        f"the loss weights {whom} {_percent(found)}, but `weight` says {_percent(ours)}: "
+        "return from `weight` the number of samples or tokens the loss averages over"
     )
 
 

@@ -25,12 +25,12 @@ _MOST_MEANS = 3
 _RATIOS = {1: ((1, 1), (2, 1)), 2: ((1, 1), (2, 1), (1, 2), (3, 1)), 3: ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3))}
 
 
-def loss_kind(gradient: _Mixture, noise: float) -> tuple[Kind, float]:
+def loss_kind(gradient: _Mixture, rounding: float) -> tuple[Kind, float]:
     """The kind of the loss; and for a mean, the count of B relative to that of A (else NaN).
 
     The last number of each vector is the loss itself, which follows the same law as its gradient.
     """
-    close = max(1e-10, 50 * noise)
+    close = max(1e-10, 50 * rounding)
     found = {pair: gradient(*pair) for pair in ((1, 0), (0, 1), (2, 0), (1, 1), (2, 1))}
     if not all(np.isfinite(vector).all() for vector in found.values()):
         return "coupled", np.nan
@@ -45,10 +45,10 @@ def loss_kind(gradient: _Mixture, noise: float) -> tuple[Kind, float]:
                 continue
             if num > 1 and (
                 len(counts) < num
-                or (num > 2 and noise > 1e-9)
-                or not _are_apart(counts, max(1e-3, 100 * np.sqrt(noise)))
+                or (num > 2 and rounding > 1e-9)
+                or not _are_apart(counts, max(1e-3, 100 * np.sqrt(rounding)))
             ):
-                if noise > 1e-9:
+                if rounding > 1e-9:
                     return "unclear", np.nan
                 continue
             return ("mean", float(counts[0].real)) if num == 1 else ("means", np.nan)

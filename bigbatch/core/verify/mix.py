@@ -28,7 +28,7 @@ class Mix:
     """False if the micro-gradients are so alike, or so many, that other coefficients fit as well."""
     gram: Array
     """Dot products of the micro-gradients with each other."""
-    noise: float = 0.0
+    rounding: float = 0.0
     """How far rounding may move a gradient, relative to its norm."""
     norms: Array | None = None
     """The norms of the micro-gradients, if `gram` is not exact."""
@@ -52,32 +52,32 @@ class Mix:
         """The residual that rounding alone may cause."""
         parts = np.abs(self.coefficients) * np.sqrt(np.diag(self.gram))
         norm = np.sqrt(max(float(self.coefficients @ self.gram @ self.coefficients), 0.0))
-        allowed: float = max(_RESIDUAL, 10 * self.noise * (1 + parts.sum() / norm if norm else 1.0))
+        allowed: float = max(_RESIDUAL, 10 * self.rounding * (1 + parts.sum() / norm if norm else 1.0))
         return allowed
 
     @property
     def close(self) -> float:
         """Coefficients may be the same if they differ by less than this, relative to the largest."""
-        if not self.noise:
+        if not self.rounding:
             return _CLOSE
         norms = np.sqrt(np.diag(self.gram))
         lowest = np.sqrt(max(float(np.linalg.eigvalsh(self.gram)[0]), 0.0))
         if not lowest or not np.any(self.coefficients):
             return 1.0
         parts = float(np.linalg.norm(self.coefficients * norms))
-        larger = self.noise * parts / lowest / np.abs(self.coefficients).max()
+        larger = self.rounding * parts / lowest / np.abs(self.coefficients).max()
         return max(_CLOSE, 10 * float(larger))
 
 
-def unmix(products: Array, noise: float = 0.0) -> Mix:
-    """The mix that has these dot products of [g_1, …, g_K, G] with each other; `noise` is as in `Mix`."""
+def unmix(products: Array, rounding: float = 0.0) -> Mix:
+    """The mix that has these dot products of [g_1, …, g_K, G] with each other; `rounding` is as in `Mix`."""
     gram, against, square = products[:-1, :-1], products[:-1, -1], float(products[-1, -1])
     eigenvalues = np.linalg.eigvalsh(gram)
     coefficients = np.asarray(np.linalg.lstsq(gram, against, rcond=1e-13)[0], np.float64)
     left = square - 2 * float(coefficients @ against) + float(coefficients @ gram @ coefficients)
     residual = float(np.sqrt(max(left, 0.0) / square)) if square else 0.0
-    mix = Mix(coefficients, residual, bool(eigenvalues[0] > 1e-10 * eigenvalues[-1]), gram, noise)
-    if mix.is_unique and noise and mix.close > _TOO_VAGUE:
+    mix = Mix(coefficients, residual, bool(eigenvalues[0] > 1e-10 * eigenvalues[-1]), gram, rounding)
+    if mix.is_unique and rounding and mix.close > _TOO_VAGUE:
         return replace(mix, is_unique=False)
     return mix
 
@@ -151,19 +151,21 @@ def _equal(scale: float, num: int, close: float) -> str:
     if np.isclose(scale, 1.0, rtol=close):
         return "not divided: the micro-batches' mean losses are added up as they are"
     if 0 < scale < 1 and (divisor := _whole_times(1 / scale, close)):
-        size = "short window under-scaled" if divisor > num else "over-scaled"
-        return f"{size}: divided by {divisor} although the window has {num} micro-batches"
+        only, size = ("only ", "small") if divisor > num else ("", "large")
+        micro_batches = f"{only}{num} micro-batch{'es' * (num > 1)}"
+        return f"the loop divides by {divisor}, but this window has {micro_batches}, so its gradient is too {size}"
     if (times := _whole_times(scale * num, close)) or (times := _whole_times(scale, close)):
         return f"{times} times too large: gradients of an earlier window were not zeroed, or the loss was multiplied"
     return f"every micro-batch counts {scale:.4g} whatever its weight"
 
 
 def _proportional(scale: float, right: Array, close: float) -> str:
-    nominal = float(right.max()) * len(right)  # the total if all were as large as the largest, over the total
+    # the size of a full window, relative to this one: there, all micro-batches are as large as the largest one here
+    full_window = float(right.max()) * len(right)
     if times := _whole_times(scale, close):
         return f"{times} times too large: gradients of an earlier window were not zeroed, or the loss was multiplied"
-    if np.isclose(scale * nominal, 1.0, rtol=close):
-        return "short window under-scaled: divided by the size of a full window although this one is smaller"
+    if np.isclose(scale * full_window, 1.0, rtol=close):
+        return "the loop divides by the size of a full window, but this window is smaller, so its gradient is too small"
     if scale < 0:
         return f"the sign is turned: the whole gradient is {scale:.4g} times what it should be"
     if scale < 1:

@@ -41,8 +41,9 @@ class Verification:
                 f"{'parameter':{width}}  relative error",
                 f"{'-' * width}  --------------",
                 *(f"{name:{width}}  {error:14.1e}" for name, error in ordered),
-                f"{verdict}: the largest error is {self.max_error:.1e}, of the whole gradient {self.total_error:.1e}, "
-                f"allowed is {self.tolerance:.0e}{f' in {self.precision}' if self.precision else ''}",
+                f"{verdict}: largest error of a parameter {self.max_error:.1e}, of the whole gradient "
+                f"{self.total_error:.1e}; up to {self.tolerance:.0e} is allowed"
+                f"{f' in {self.precision}' if self.precision else ''}",
                 *(f"- {cause}" for cause in self.causes),
             ]
         )
@@ -96,5 +97,5 @@ def tolerance_for(epsilon: float, num_samples: int, num_micro_batches: int) -> f
 
 
 def floor_for(epsilon: float) -> float:
-    """The part of the whole gradient below which a parameter's gradient is only rounding: `_FLOOR` in float64."""
+    """The smallest norm, relative to the whole gradient's, that is more than rounding: `_FLOOR` in float64."""
     return _FLOOR if epsilon < 1e-10 else 1e-2

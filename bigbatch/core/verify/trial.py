@@ -33,7 +33,7 @@ class Trial(Protocol):
     def accumulated(self) -> Gradient:
         """The gradient that the accumulator gives to an optimizer."""
 
-    def of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
+    def gradient_of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
         """The gradient and the loss of these samples in one pass, each sample as often as it is listed.
 
         Every call starts from the same state and the same random numbers, and runs no hooks of parameters.

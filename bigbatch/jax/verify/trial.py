@@ -83,7 +83,7 @@ class Trial(trial.Trial):
             found = jax.jit(lambda parameters: self.window.result(parameters, self.shape).gradient)((self.parameters,))
         return self._named(jax.tree.unflatten(jax.tree.structure(self.parameters), found))
 
-    def of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
+    def gradient_of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
         def loss(parameters: Any, rows: list[Any]) -> Any:
             terms = self.window.loss((parameters,), self.arrays._replace(rows=rows))[0]
             return sum(terms) if term is None else terms[term]

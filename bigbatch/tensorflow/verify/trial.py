@@ -84,7 +84,7 @@ class Trial(trial.Trial):
         names = {id(v): name for name, v in self._named()}
         return {names[id(v)]: g.numpy() for g, v in optimizer.seen}
 
-    def of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
+    def gradient_of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
         index = tf.constant(list(rows))
         picked = [t if t.shape.rank == 0 else tf.gather(t, index) for t in self.layout.tensors]
         return self._gradient_of(self.layout.pack(picked), term)

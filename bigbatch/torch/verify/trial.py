@@ -118,7 +118,7 @@ class Trial:
             return {name: np.full(tuple(p.shape), np.nan) for name, p in self.model.named_parameters()}
         return found
 
-    def of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
+    def gradient_of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
         with self.without_hooks():
             if self._replay is not None:
                 self._replay.start(rows)
