@@ -11,7 +11,7 @@ Each row of the table is a number that should fall, or stay low:
 - the files of `bigbatch/` that a step with three micro-batches calls into, and how often a call is in another file
   than the call before it (the second step is traced, when everything is warm);
 - the inheritance depth of `Accumulator`;
-- the lines of `bigbatch/` that are not blank;
+- the lines of `bigbatch/` that are not blank, and how many of them are docstrings;
 - the places that divide by a total weight (see `tests/core/test_heart.py`);
 - the files that mention an option by name;
 - the public names at the top level of a module that no other module uses.
@@ -41,6 +41,21 @@ OTHER_DIVISIONS = {
 def sources(folder: Path = PACKAGE) -> list[Path]:
     """Every source file of the package."""
     return sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
+
+
+def num_docstring_lines() -> int:
+    """The lines of docstrings among them, those of attributes included."""
+    num = 0
+    for path in sources():
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if path.suffix == ".py" else ():
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                num += sum(1 for line in text.splitlines()[node.lineno - 1 : node.end_lineno] if line.strip())
+    return num
 
 
 def num_lines() -> int:
@@ -188,6 +203,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
     yield "the same for the `micro_batch()` block that ends such a window", "21 / 263", fed
     yield "inheritance depth of `Accumulator`", "4", str(depth(Accumulator))
     yield "lines of `bigbatch/` that are not blank", "16,976", f"{num_lines():,}"
+    yield "of these, docstrings", "2,077", f"{num_docstring_lines():,}"
     yield "places that compute w / W", "25", str(len(places_that_divide()))
     yield "files that mention `clip_norm` / `on_nonfinite`", "15 / 13", f"{clip} / {policy}"
     yield "public top-level names that no other module uses", "263", str(len(unused_public_names()))
