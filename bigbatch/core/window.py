@@ -107,7 +107,7 @@ def steps_at(accumulation_steps: AccumulationSteps, step: int) -> int:
 def cuts(batch_size: int, micro_batch_size: int, *, avoid_single_sample: bool = False) -> tuple[slice, ...]:
     """Where a batch is cut into micro-batches: all are full but the last, which has the rest.
 
-    TensorFlow and JAX compute the same places inside of their graphs.
+    TensorFlow cuts at the same places in its graphs. JAX's micro-batches have these sizes but take strided samples.
 
     Args:
         batch_size: The number of samples.

@@ -111,7 +111,7 @@ def multi_steps(
     Besides optax's arguments, `update` takes:
 
     Args:
-        weight: Over how many samples or tokens the loss is a mean: a number, or an array to add up. A micro-batch of
+        weight: How many samples or tokens the loss averages over: a number, or an array to add up. A micro-batch of
             weight zero is left out, even if its gradient is NaN.
         flush: True ends the window with this micro-batch.
         value: The micro-batch's mean loss. The inner optimizer gets that of the window.
@@ -257,7 +257,7 @@ def _checked_weight(weight: Any, reduction: Reduction) -> jax.Array:
     """The weight of a micro-batch as one number. A traced weight that is wrong becomes NaN: its window is skipped."""
     if weight is None and reduction == "mean":
         raise OptionError(
-            "update() needs weight=…: over how many samples or tokens the loss is a mean; "
+            "update() needs weight=…: how many samples or tokens the loss averages over; "
             "weight=1 if that is the same for all micro-batches; Flax's TrainState.apply_gradients does not pass it "
             "on, docs/jax.md shows a TrainState that does"
         )

@@ -63,7 +63,7 @@ def value_and_grad(
         loss: `loss(params, batch)` returns the mean over the batch it is given, or a tuple of means, whose sum is the
             value.
         micro_batch_size: The number of samples in a micro-batch, on all devices together.
-        weight: `weight(batch)` returns over how many samples or tokens the loss is a mean: a number, or an array to add
+        weight: `weight(batch)` returns how many samples or tokens the loss averages over: a number, or an array to add
             up; for a tuple of means, a tuple of the same length. None: the number of samples.
         argnums: The number of the argument to differentiate by, or several as a tuple, as in JAX.
         has_aux: Whether the loss returns `(loss, aux)`. The value is then `(loss, aux)` too, as in JAX.
@@ -181,8 +181,8 @@ def _axes_inside(parameters: Any, rows: list[Any]) -> Axes:
     axes = varying(rows)
     if own := sorted(axes & varying(parameters)):
         raise OptionError(
-            f"parameters differ over {own[0]!r} as the batch does, so it cannot be seen whether devices train one "
-            "model: pass axes=…, those over which one model's batch is shared, or axes=() if there are none"
+            f"parameters differ over {own[0]!r} as the batch does, so bigbatch cannot tell whether the devices "
+            "train one model: pass axes=…, those over which one model's batch is shared, or axes=() if there are none"
         )
     return tuple(sorted(axes))
 

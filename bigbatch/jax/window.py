@@ -1,4 +1,4 @@
-"""A window: a batch is cut into micro-batches, each is weighed, their gradients add up and are reduced once."""
+"""A window: cuts a batch into micro-batches, weighs each, adds up their gradients and reduces the sum once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core.errors import LossError
-from ..core.weight import Reduction, as_terms, check_terms, choose, counted, is_number, share, shares
+from ..core.weight import Reduction, as_terms, check_terms, counted, share, shares
 from .arguments import ArgumentLayout, Arrays, num_rows
 from .auxiliary import AuxSpec, Combine
 from .checks import checked_weight
-from .distributed import Axes, Shard, add_up, mark_varying
+from .cut import Cut
+from .distributed import Axes, ParameterShard, add_up, mark_varying
 from .internals import varying
 from .keys import Rng, for_micro_batch
-from .loop import Cut
 from .time_major import warn_if_recurrent
 from .uncut import check_uncut
 
@@ -46,9 +46,9 @@ class LossShape:
     aux: Any
     """The shapes and dtypes of aux."""
     combine: Combine
-    has_totals: bool
+    divides_terms_first: bool
     """Whether each term is divided by its own total weight before the terms are added."""
-    is_divided: bool
+    divides_at_end: bool
     """Whether sums are divided by the total weight after the loop."""
     weight_axes: frozenset[str] = frozenset()
     """The axes over which weights differ from device to device."""
@@ -115,10 +115,10 @@ class WindowTrace:
         size = min(spec.micro_batch_size, num_samples)
         self.cut = Cut(num_samples, size, num_parts=size)
         self._num_samples = num_samples * (int(lax.axis_size(axes)) if axes else 1)  # on all devices
-        # weights are divided by this in the loop, and by the rest at the end, so that sums stay as large as a mean's
+        # without `weight`, counts are divided by the micro-batch size, so that sums stay as large as a mean
         self._weight_unit = size if spec.weight is None else 1
 
-    def result(self, parameters: Any, shape: LossShape, shards: list[Shard] | None = None) -> Result:
+    def result(self, parameters: Any, shape: LossShape, shards: list[ParameterShard] | None = None) -> Result:
         """The loss, its gradient and aux of the whole batch.
 
         Args:
@@ -126,14 +126,13 @@ class WindowTrace:
             shape: What `loss_shape` returned.
             shards: Which part of each parameter, and so of its gradient, this device keeps.
         """
-        shards = shards or [Shard.inside(leaf, self.axes) for leaf in jax.tree.leaves(parameters)]
+        shards = shards or [ParameterShard.inside(leaf, self.axes) for leaf in jax.tree.leaves(parameters)]
         parameters = mark_varying(parameters, self.axes)
         totals = self._totals(shape)
 
         def body(sums: _Sums, number: Any, size: int) -> tuple[_Sums, list[Any]]:
-            micro_batch = self.micro_batch(number, size)  # cut
-            weights = self.weights(micro_batch, shape)
-            return self._add(sums, parameters, micro_batch, weights, totals, shape)  # the gradient, times its share
+            micro_batch = self.micro_batch(number, size)
+            return self._add(sums, parameters, micro_batch, totals, shape)
 
         sums, rows = self.cut.loop(body, self._zeros(parameters, shape))
         sums = self._reduce(sums, shards)  # over the devices, once
@@ -164,8 +163,8 @@ class WindowTrace:
         aux_of_more = trace(2 * self.cut.size).out_info[1] if self.spec.has_aux else None
         combine = self.spec.aux.combine(aux, aux_of_more, self.cut.size)
         is_mean = self.spec.reduction == "mean"
-        has_totals = self.spec.weight is not None and len(terms) > 1 and is_mean
-        shape = LossShape(terms, aux, combine, has_totals, is_divided=is_mean and not has_totals)
+        terms_first = self.spec.weight is not None and len(terms) > 1 and is_mean
+        shape = LossShape(terms, aux, combine, terms_first, divides_at_end=is_mean and not terms_first)
         weights = jax.eval_shape(lambda: [jnp.asarray(weight) for weight in self.weights(micro_batch, shape)])
         return replace(shape, weight_axes=varying(weights) | set(self.axes))
 
@@ -179,16 +178,16 @@ class WindowTrace:
                     f"the loss returned {kind}: return a mean over the micro-batch, a real scalar, or a "
                     "tuple of them; or (loss, aux) with has_aux=True"
                 )
-        is_seen = varying(self.arrays.rows)  # empty with check_vma=False
-        if reduced := [axis for axis in self.axes if axis in is_seen and axis not in varying(terms)]:
+        axes_of_rows = varying(self.arrays.rows)  # empty with check_vma=False
+        if reduced := [axis for axis in self.axes if axis in axes_of_rows and axis not in varying(terms)]:
             raise LossError(
-                f"the loss is the same on all devices of {reduced[0]!r}, so it was reduced over them already: "
+                f"the loss is the same on all devices of {reduced[0]!r}, so it is already reduced over them: "
                 "return the mean over the device's own micro-batch"
             )
 
     def _totals(self, shape: LossShape) -> tuple[Any, ...]:
-        """The total weight of each term, if there are several: each is divided by its own before they are added."""
-        if not shape.has_totals:
+        """The total weight of each term; empty unless each term is divided by its own."""
+        if not shape.divides_terms_first:
             return ()
 
         def body(totals: tuple[Any, ...], number: Any, size: int) -> tuple[tuple[Any, ...], list[Any]]:
@@ -230,43 +229,43 @@ class WindowTrace:
     def loss(self, parameters: Any, micro_batch: Arrays) -> tuple[tuple[Any, ...], Any]:
         """The terms of the loss, and aux."""
         args, kwargs = self.layout.bind(micro_batch, parameters)
-        found = self.spec.loss(*args, **kwargs)
+        returned = self.spec.loss(*args, **kwargs)
         try:
-            found = jax.tree.map(jnp.asarray, found)
+            returned = jax.tree.map(jnp.asarray, returned)
         except (TypeError, ValueError) as error:
-            raise LossError(f"the loss returned {found!r}: return nothing but numbers and arrays") from error
+            raise LossError(f"the loss returned {returned!r}: return only numbers and arrays") from error
         if not self.spec.has_aux:
-            return as_terms(found), None
-        if not (isinstance(found, tuple) and len(found) == 2):
+            return as_terms(returned), None
+        if not (isinstance(returned, tuple) and len(returned) == 2):
             raise LossError("with has_aux=True the loss must return (loss, aux), but it returned something else")
-        return as_terms(found[0]), found[1]
+        return as_terms(returned[0]), returned[1]
 
     def weights(self, micro_batch: Arrays, shape: LossShape) -> tuple[Any, ...]:
         """How much this micro-batch counts, for each term: its samples, or what the user's `weight` returns."""
         if self.spec.weight is None:
             return (num_rows(micro_batch),) * shape.num_terms
-        found = as_terms(self.spec.weight(*self.layout.batch(micro_batch)))
-        check_terms(shape.num_terms, len(found))
-        return tuple(checked_weight(w, shape.sums_dtype) for w in found)
+        weights = as_terms(self.spec.weight(*self.layout.batch(micro_batch)))
+        check_terms(shape.num_terms, len(weights))
+        return tuple(checked_weight(w, shape.sums_dtype) for w in weights)
 
     def _add(
         self,
         sums: _Sums,
         parameters: Any,
         micro_batch: Arrays,
-        weights: tuple[Any, ...],
         totals: tuple[Any, ...],
         shape: LossShape,
     ) -> tuple[_Sums, list[Any]]:
-        """The sums with one more micro-batch, and the leaves of aux with a row for each sample.
+        """Adds a micro-batch to the sums; also returns the leaves of aux with a row for each sample.
 
         If totals are known, losses are multiplied by w_k / W before the gradient is taken. If not, gradients are
         multiplied by w_k / unit, in the dtype in which they add up, and divided after the loop.
         """
+        weights = self.weights(micro_batch, shape)
         loss_factors = shares(weights, totals, where=jnp.where) if totals else (1.0,) * shape.num_terms
         terms, aux, gradient = self._gradient(parameters, micro_batch, loss_factors, shape)
         weight = share(weights[0], self._weight_unit)
-        gradient_factor = weight if shape.is_divided else 1.0
+        gradient_factor = weight if shape.divides_at_end else 1.0
         added = _Sums(
             [_counted(g, gradient_factor, s.dtype)
              for g, s in zip(jax.tree.leaves(gradient), sums.gradient, strict=True)],
@@ -290,24 +289,24 @@ class WindowTrace:
 
         gradient_of = jax.grad(loss, has_aux=True)
         gradient, (terms, aux) = gradient_of(parameters, factors)
-        if not shape.has_totals:
+        if not shape.divides_terms_first:
             return terms, aux, gradient
 
         def one_by_one() -> Any:
-            """Term by term, if one counts 0: it may be 0/0, and 0 times its loss would still have a NaN gradient."""
-            found = []
+            """Term by term if one counts 0: that term may be 0/0, and 0 times its loss still has a NaN gradient."""
+            gradients = []
             for k, factor in enumerate(factors):
                 alone = tuple(factor if term == k else 0 for term in range(shape.num_terms))
                 own, _ = gradient_of(parameters, alone)
-                found.append(jax.tree.map(lambda g, factor=factor: jnp.where(factor == 0, 0, g), own))
-            return jax.tree.map(lambda *gradients: sum(gradients), *found)
+                gradients.append(jax.tree.map(lambda g, factor=factor: jnp.where(factor == 0, 0, g), own))
+            return jax.tree.map(lambda *leaves: sum(leaves), *gradients)
 
         has_zero = jnp.any(jnp.stack([factor == 0 for factor in factors]))
         return terms, aux, lax.cond(has_zero, one_by_one, lambda: gradient)
 
     # --- after the loop --------------------------------------------------------------------------------------
 
-    def _reduce(self, sums: _Sums, shards: list[Shard]) -> _Sums:
+    def _reduce(self, sums: _Sums, shards: list[ParameterShard]) -> _Sums:
         """The sums of all devices: the one reduction of a window."""
         gradient = [shard.reduce(g) for shard, g in zip(shards, sums.gradient, strict=True)]
         return _Sums(gradient, *add_up(sums[1:], self.axes))
@@ -319,7 +318,7 @@ class WindowTrace:
         total = sums.weight if self.spec.weight is not None else share(self._num_samples, self._weight_unit)
 
         def mean(sums: Any) -> Any:
-            return share(sums, total, _where(total)) if shape.is_divided else sums
+            return share(sums, total, jnp.where) if shape.divides_at_end else sums
 
         value = mean(sum(sums.terms))
         if self.spec.reduction == "mean":
@@ -328,19 +327,14 @@ class WindowTrace:
         added = []
         for leaf, (like, way) in zip(sums.aux, shape.combine.added(shape.aux), strict=True):
             if way == "mean":
-                leaf = jnp.where(total == 0, jnp.nan, share(leaf, total, _where(total)))
+                leaf = jnp.where(total == 0, jnp.nan, share(leaf, total, jnp.where))
             added.append(leaf if _is_exact(like) else leaf.astype(like.dtype))
         return Result(value.astype(shape.terms_dtype), gradient, rows, added)
 
 
-def _where(value: Any) -> Any:
-    """The `where` for core/weight.py: plain numbers are compared while tracing."""
-    return choose if is_number(value) else jnp.where
-
-
 def _counted(value: Any, factor: Any, dtype: Any) -> Any:
     """The value times the factor, in this dtype."""
-    return jnp.asarray(counted(value.astype(dtype), factor, _where(factor)), dtype)
+    return jnp.asarray(counted(value.astype(dtype), factor, jnp.where), dtype)
 
 
 def _plus(sums: Any, added: Any) -> Any:

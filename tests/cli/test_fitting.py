@@ -223,7 +223,7 @@ def test_checkpoint_with_other_contents(tmp_path):
         store.close()
         done = run("train", task, "--resume", tmp_path / "run", "--steps", 2)
         assert done.returncode == 2, done.stderr
-        assert "is no checkpoint of such a run" in done.stderr.replace("\n", " ")
+        assert "is not a checkpoint of this kind of run" in done.stderr.replace("\n", " ")
     assert (tmp_path / "run" / "history.jsonl").read_bytes() == history
 
 
@@ -264,7 +264,7 @@ def test_run_that_is_still_evaluating_is_not_resumed(tmp_path):
             time.sleep(0.01)
         done = run("train", task, "--resume", out, "--steps", 2)
         assert done.returncode == 2, done.stderr
-        assert "another process trains in" in done.stderr
+        assert "another process is training in" in done.stderr
     finally:
         (tmp_path / "go on").touch()
         assert first.wait(60) == 0

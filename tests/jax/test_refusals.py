@@ -41,7 +41,7 @@ def call(compiled: bool, loss: Any = loss, batch: Any = BATCH, params: Any = Non
         ({"weight": lambda b: jnp.array(1j)}, WeightError, "array of complex"),
         ({"weight": lambda b: np.array([3.0, -1.0])}, WeightError, "is -1.0"),
         ({"weight": lambda b: -1}, WeightError, "is -1"),
-        ({"loss": lambda p, b: (loss(p, b), {"a": "b"}), "has_aux": True}, LossError, "nothing but numbers"),
+        ({"loss": lambda p, b: (loss(p, b), {"a": "b"}), "has_aux": True}, LossError, "only numbers"),
         (
             {"loss": lambda p, b: (loss(p, b), jax.random.key(0)), "has_aux": True},
             OptionError,
@@ -54,7 +54,7 @@ def call(compiled: bool, loss: Any = loss, batch: Any = BATCH, params: Any = Non
         (
             {"loss": lambda p, b: (loss(p, b), {"name": "low"}), "has_aux": True},
             LossError,
-            "return nothing but numbers",
+            "return only numbers",
         ),
         ({"params": {"w": jnp.ones(5, int), "b": jnp.zeros(())}}, OptionError, "an array of int"),
     ],

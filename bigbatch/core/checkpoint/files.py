@@ -62,7 +62,7 @@ def read_plain(path: Path, max_bytes: int | None = None) -> bytes:
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{path.name} is no plain file")
+            raise ValueError(f"{path.name} is not a regular file")
         if max_bytes is not None and found.st_size > max_bytes:
             raise ValueError(f"{path.name} has {found.st_size} bytes, {max_bytes} are allowed")
         return file.read()

@@ -112,7 +112,7 @@ class Resumable:
         except BigBatchError:
             raise
         except Exception as error:  # a checkpoint of something else may hold anything
-            raise StateError(f"{found.path} is no checkpoint of such a run: {error!r}") from error
+            raise StateError(f"{found.path} is not a checkpoint of this kind of run: {error!r}") from error
         self.epoch, self.place, self.num_batches = epoch, place, num_batches
         self._at_epoch, self._at_batch, self._now, self._before = at_epoch, at_batch, now, None
         if steps is not None and self.history is not None:

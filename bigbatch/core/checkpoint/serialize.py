@@ -82,7 +82,7 @@ def _packed(value: Any, path: str, convert: Callable[[Any], Array | None], array
         return {"bytes": value.hex()}
     raise StateError(
         f"{path or 'the state'} is a {type(value).__name__}, which is not saved since loading it would run code: "
-        "make it of numbers, text, lists, dicts and arrays"
+        "use only numbers, text, lists, dicts and arrays"
     )
 
 

@@ -151,8 +151,8 @@ class Store:
     def warn_not_written(self, error: BaseException) -> None:
         """Warns that a checkpoint could not be written."""
         warn(
-            f"a checkpoint could not be written to {self.folder} ({_reason(error)}): the ones before are untouched, "
-            "and training continues; see that the folder can be written to and has space"
+            f"a checkpoint could not be written to {self.folder} ({_reason(error)}): earlier ones are untouched, "
+            "and training continues; make sure the folder is writable and has free space"
         )
 
     def claim(self) -> None:
@@ -169,7 +169,7 @@ class Store:
         except (BlockingIOError, PermissionError) as error:
             os.close(descriptor)
             raise OrderError(
-                f"another process trains in {self.folder}: wait until it has ended, or take another folder"
+                f"another process is training in {self.folder}: wait until it ends, or use a different folder"
             ) from error
         except OSError:  # a file system without locks
             pass
@@ -263,7 +263,7 @@ def _verified_contents(path: Path) -> tuple[int, dict[str, bytes]]:
 def _check_name(name: str) -> None:
     """Raises ValueError unless this is the name of a file in the checkpoint's own folder."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name) or name == MANIFEST:
-        raise ValueError(f"{name[:100]!r} is no name for a file of a checkpoint")
+        raise ValueError(f"{name[:100]!r} is not a valid checkpoint file name")
 
 
 def _reason(error: BaseException) -> str:

@@ -135,7 +135,7 @@ class Experiments:
         except Exception as error:
             return (
                 "the loss of the whole batch is not the mean of those of its micro-batches, weighted as `weight` says; "
-                f"why could not be found out, because the loss refuses other batches ({error})"
+                f"the cause is unknown because the loss fails on other batches ({error})"
             )
         if kind == "mean":
             if trial.reduction == "sum":
@@ -268,13 +268,13 @@ _CAUSES: dict[Kind, str] = {
         "micro-batch repeats: take the mean over the samples, or use the optimizer's weight_decay"
     ),
     "coupled": (
-        "the loss couples the samples of a batch: the loss of the whole batch is no weighted mean of the losses of its "
-        "micro-batches (a contrastive loss, a BatchNorm that normalises by what it is fed, a root of a mean), so it "
-        "cannot be cut"
+        "the loss couples the samples of a batch: the loss of the whole batch is not a weighted mean of the losses of "
+        "its micro-batches (a contrastive loss, a BatchNorm that normalises by what it is fed, a root of a mean), so "
+        "it cannot be cut"
     ),
     "unclear": (
-        "the loss is no single mean over samples: it is the sum of several means, or it couples the samples; more than "
-        "that cannot be told in this precision"
+        "the loss is not a single mean over samples: it is the sum of several means, or it couples the samples; which "
+        "of the two cannot be told in this precision"
     ),
 }
 

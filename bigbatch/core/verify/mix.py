@@ -167,7 +167,7 @@ def _proportional(scale: float, right: Array, close: float) -> str:
     if np.isclose(scale * full_window, 1.0, rtol=close):
         return "the loop divides by the size of a full window, but this window is smaller, so its gradient is too small"
     if scale < 0:
-        return f"the sign is turned: the whole gradient is {scale:.4g} times what it should be"
+        return f"the sign is flipped: the whole gradient is {scale:.4g} times what it should be"
     if scale < 1:
         return f"the whole gradient is {scale:.4g} times what it should be (under-scaled or clipped)"
     return f"the whole gradient is {scale:.4g} times what it should be"
