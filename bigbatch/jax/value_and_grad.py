@@ -151,13 +151,12 @@ def _compute(
     arrays = jax.tree.map(jnp.asarray, arrays)
     if spec.rng == "per_sample":
         layout, arrays = for_samples(layout, arrays, axes)
-    shapes = []
+    combines = []
 
     def on_device(spec: Spec, axes: Axes, leaves: list[Any], arrays: Arrays, shards: Any = None) -> Result:
-        window = WindowTrace(spec, layout, arrays, axes)
-        parameters = jax.tree.unflatten(structure, leaves)
-        shapes.append(window.loss_shape(parameters))
-        return window.result(parameters, shapes[-1], shards)
+        window = WindowTrace(spec, layout, arrays, jax.tree.unflatten(structure, leaves), axes, shards)
+        combines.append(window.combine)
+        return window.result()
 
     def call_loss(leaves: list[Any]) -> Any:
         args, kwargs = layout.bind(arrays, jax.tree.unflatten(structure, leaves))
@@ -173,7 +172,7 @@ def _compute(
     gradient = jax.tree.unflatten(structure, result.gradient)
     if not spec.has_aux:
         return result.value, gradient
-    return (result.value, shapes[-1].combine.join(result.aux_rows, result.aux_added)), gradient
+    return (result.value, combines[-1].join(result.aux_rows, result.aux_added)), gradient
 
 
 def _axes_inside(parameters: Any, rows: list[Any]) -> Axes:

@@ -18,7 +18,7 @@ from ..checks import check_gradients, parameter_name
 from ..internals import calls, dropout_off
 from ..keys import for_micro_batch, for_samples
 from ..uncut import cut_too, names_of_uncut
-from ..window import LossShape, Spec, WindowTrace
+from ..window import Spec, WindowTrace
 
 _DRAWING = ("random_bits", "threefry2x32", "rng_bit_generator")
 
@@ -34,12 +34,11 @@ class Trial(trial.Trial):
         self.reduction = spec.reduction
         self.parameters = parameters
         self.arrays = arrays
-        self.window = WindowTrace(spec, layout, arrays)
-        self.shape = self.window.loss_shape((parameters,))
+        self.window = WindowTrace(spec, layout, arrays, (parameters,))
         self.micro_batches = _micro_batches(self.window)
-        numbered = WindowTrace(spec, layout, arrays._replace(rows=[jnp.arange(num_rows(arrays))]))
-        self.parts = [micro_batch.rows[0].tolist() for micro_batch in _micro_batches(numbered)]
-        dtypes = [self.shape.terms_dtype, *(leaf.dtype for leaf in jax.tree.leaves(parameters))]
+        numbers = jnp.arange(num_rows(arrays))
+        self.parts = [self.window.cut.take(numbers, k, size).tolist() for k, size in enumerate(_sizes(self.window))]
+        dtypes = [self.window.terms_dtype, *(leaf.dtype for leaf in jax.tree.leaves(parameters))]
         self.epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         self._compiled: dict[int | None, Any] = {}
         self.has_dropout = False
@@ -56,7 +55,7 @@ class Trial(trial.Trial):
         return any(not np.array_equal(a, b, equal_nan=True) for a, b in found)
 
     def full(self) -> Gradient:
-        found = self._mix(self.window, self.micro_batches, self.shape) if self.is_random else self._of(self.arrays)
+        found = self._mix(self.window, self.micro_batches) if self.is_random else self._of(self.arrays)
         if not any(map(np.any, found.values())):
             raise LossError(
                 "the gradient of the whole batch is zero everywhere, so nothing can be compared: use the parameters "
@@ -64,9 +63,9 @@ class Trial(trial.Trial):
             )
         return found
 
-    def _mix(self, window: WindowTrace, micro_batches: list[Arrays], shape: LossShape) -> Gradient:
+    def _mix(self, window: WindowTrace, micro_batches: list[Arrays]) -> Gradient:
         """The gradient of the weighted mean of the losses of these micro-batches, as one function."""
-        right = self._scales(window, micro_batches, shape)
+        right = self._scales(window, micro_batches)
 
         def loss(parameters: Any) -> Any:
             return sum(
@@ -80,7 +79,7 @@ class Trial(trial.Trial):
 
     def accumulated(self) -> Gradient:
         with self._settled():
-            found = jax.jit(lambda parameters: self.window.result(parameters, self.shape).gradient)((self.parameters,))
+            found = jax.jit(lambda parameters: self.window.at((parameters,)).result().gradient)(self.parameters)
         return self._named(jax.tree.unflatten(jax.tree.structure(self.parameters), found))
 
     def gradient_of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
@@ -109,10 +108,10 @@ class Trial(trial.Trial):
         return once(), once()
 
     def right_scales(self) -> Array:
-        return self._scales(self.window, self.micro_batches, self.shape)
+        return self._scales(self.window, self.micro_batches)
 
-    def _scales(self, window: WindowTrace, micro_batches: list[Arrays], shape: LossShape) -> Array:
-        weights = [tuple(map(float, window.weights(micro_batch, shape))) for micro_batch in micro_batches]
+    def _scales(self, window: WindowTrace, micro_batches: list[Arrays]) -> Array:
+        weights = [tuple(map(float, window.weights(micro_batch))) for micro_batch in micro_batches]
         return scales_of(weights, self.reduction)
 
     def notes(self) -> list[str]:
@@ -157,11 +156,10 @@ class Trial(trial.Trial):
         if not (names := names_of_uncut(self.window.layout, self.arrays, num)):
             return None, ""
         layout, arrays = cut_too(self.window.layout, self.arrays, num)
-        window = WindowTrace(self.window.spec, layout, arrays)
         cause = f"{names[0]} goes whole to every micro-batch, but is part of the batch: pass it by position"
         try:
-            shape = window.loss_shape((self.parameters,))
-            return self._mix(window, _micro_batches(window), shape), cause
+            window = WindowTrace(self.window.spec, layout, arrays, (self.parameters,))
+            return self._mix(window, _micro_batches(window)), cause
         except Exception:  # the loss does not run when cut like this
             return None, ""
 
@@ -208,5 +206,8 @@ class Trial(trial.Trial):
 
 
 def _micro_batches(window: WindowTrace) -> list[Arrays]:
-    sizes = [part.stop - part.start for part in cuts(num_rows(window.arrays), window.cut.size)]
-    return [window.micro_batch(number, size) for number, size in enumerate(sizes)]
+    return [window.micro_batch(number, size) for number, size in enumerate(_sizes(window))]
+
+
+def _sizes(window: WindowTrace) -> list[int]:
+    return [part.stop - part.start for part in cuts(window.cut.num_samples, window.cut.size)]
