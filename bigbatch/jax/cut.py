@@ -14,34 +14,33 @@ _Stacks = list[list[Any]]
 
 @dataclass(frozen=True)
 class Cut:
-    """Which samples each micro-batch has.
-
-    All micro-batches are full, except perhaps the last. A full one takes equally many consecutive samples from each of
-    `num_parts` equal parts of the batch. If devices share the batch, each of them should have a part of every
-    micro-batch, so that no samples move between devices.
+    """Which samples each micro-batch has. All micro-batches are full, except perhaps the last.
 
     Args:
         num_samples: The size of the batch.
         size: The size of a full micro-batch, at most that of the batch.
-        num_parts: How many equal parts of the batch each micro-batch draws from. 1: consecutive samples. The number of
-            devices: no sample changes device. `size`: right for any number of devices that divides it.
+        is_strided: Whether each of n full micro-batches takes every n-th sample instead of consecutive ones. If devices
+            share the batch, each then has a part of every micro-batch, so no sample moves between devices.
     """
 
     num_samples: int
     size: int
-    num_parts: int = 1
+    is_strided: bool = False
 
     @property
-    def num_full(self) -> int:
-        return self.num_samples // self.size
+    def sizes(self) -> list[int]:
+        """The size of each micro-batch."""
+        num_full, rest = divmod(self.num_samples, self.size)
+        return [self.size] * num_full + [rest] * (rest > 0)
 
     def take(self, row: Any, number: Any, size: int) -> Any:
         """The samples of one micro-batch, from an array with a row for each sample of the batch."""
-        end = self.num_full * self.size
+        num_full = self.num_samples // self.size
         if size < self.size:
-            return row[end:]
-        parts = row[:end].reshape(self.num_parts, self.num_full, self.size // self.num_parts, *row.shape[1:])
-        return lax.dynamic_index_in_dim(parts, number, 1, keepdims=False).reshape(size, *row.shape[1:])
+            return row[num_full * self.size :]
+        shape = (self.size, num_full) if self.is_strided else (num_full, self.size)
+        parts = row[: num_full * self.size].reshape(*shape, *row.shape[1:])
+        return lax.dynamic_index_in_dim(parts, number, int(self.is_strided), keepdims=False)
 
     def loop(self, body: _Body, carry: Any) -> tuple[Any, _Stacks]:
         """Calls `body` for each micro-batch. Stands for
@@ -51,25 +50,21 @@ class Cut:
             stack.append(arrays)
         """
         stacks = []
-        if self.num_full == 1:
-            carry, arrays = body(carry, 0, self.size)
-            stacks.append([array[None] for array in arrays])
-        else:
-            carry, arrays = lax.scan(lambda carry, k: body(carry, k, self.size), carry, jnp.arange(self.num_full))
+        num_full = self.num_samples // self.size
+        num_scanned = num_full if num_full > 1 else 0
+        if num_scanned:  # a scan needs equal shapes, so a shorter last one comes after it
+            carry, arrays = lax.scan(lambda carry, k: body(carry, k, self.size), carry, jnp.arange(num_scanned))
             stacks.append(arrays)
-        if rest := self.num_samples % self.size:  # a scan needs equal shapes, so the shorter last one comes after it
-            carry, arrays = body(carry, self.num_full, rest)
+        for number, size in enumerate(self.sizes[num_scanned:], num_scanned):
+            carry, arrays = body(carry, number, size)
             stacks.append([array[None] for array in arrays])
         return carry, stacks
 
     def join(self, stacks: _Stacks) -> list[Any]:
         """Stacked arrays with a row for each sample, joined in the order of the batch."""
 
-        def in_order(stack: Any, num_parts: int) -> Any:
-            parts = stack.reshape(len(stack), num_parts, stack.shape[1] // num_parts, *stack.shape[2:])
-            return parts.swapaxes(0, 1).reshape(len(stack) * stack.shape[1], *stack.shape[2:])
+        def in_order(stack: Any) -> Any:
+            parts = stack.swapaxes(0, 1) if self.is_strided else stack  # a stack of one is in order either way
+            return parts.reshape(stack.shape[0] * stack.shape[1], *stack.shape[2:])
 
-        return [
-            jnp.concatenate([in_order(stack, num) for stack, num in zip(each, (self.num_parts, 1), strict=False)])
-            for each in zip(*stacks, strict=True)
-        ]
+        return [jnp.concatenate([in_order(stack) for stack in each]) for each in zip(*stacks, strict=True)]

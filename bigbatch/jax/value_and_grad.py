@@ -203,15 +203,12 @@ def _check_dtype(dtype: Any) -> None:
 
 def _check_parameters(parameters: Any) -> None:
     for leaf in jax.tree.leaves(parameters):
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | complex | float):
+        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic | complex | float)
+        if not (is_array and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)):
+            kind = f"an array of {jnp.result_type(leaf)}" if is_array else f"a {type(leaf).__name__}"
             raise OptionError(
-                f"the parameters have a {type(leaf).__name__} in them, which has no gradient: leave out what is not a "
-                "floating-point array, as eqx.partition and nnx.split do"
-            )
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            raise OptionError(
-                f"the parameters have an array of {jnp.result_type(leaf)} in them, which has no gradient: leave it "
-                "out, or pass it by keyword"
+                f"the parameters have {kind} in them, which has no gradient: pass it by keyword, or leave out what is "
+                "not a floating-point array, as eqx.partition and nnx.split do"
             )
 
 

@@ -94,7 +94,7 @@ class WindowTrace:
         self.axes = axes
         num_samples = num_rows(arrays)
         size = min(spec.micro_batch_size, num_samples)
-        self.cut = Cut(num_samples, size, num_parts=size)
+        self.cut = Cut(num_samples, size, is_strided=True)
         self._num_samples = num_samples * (int(lax.axis_size(axes)) if axes else 1)  # on all devices
         # without `weight`, counts are divided by the micro-batch size, so that sums stay as large as a mean
         self._weight_unit = size if spec.weight is None else 1

@@ -12,7 +12,6 @@ from ...core.errors import LossError
 from ...core.verify import trial
 from ...core.verify.result import total_error_of
 from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
-from ...core.window import cuts
 from ..arguments import ArgumentLayout, Arrays, num_rows
 from ..checks import check_gradients, parameter_name
 from ..internals import calls, dropout_off
@@ -37,7 +36,7 @@ class Trial(trial.Trial):
         self.window = WindowTrace(spec, layout, arrays, (parameters,))
         self.micro_batches = _micro_batches(self.window)
         numbers = jnp.arange(num_rows(arrays))
-        self.parts = [self.window.cut.take(numbers, k, size).tolist() for k, size in enumerate(_sizes(self.window))]
+        self.parts = [self.window.cut.take(numbers, k, size).tolist() for k, size in enumerate(self.window.cut.sizes)]
         dtypes = [self.window.terms_dtype, *(leaf.dtype for leaf in jax.tree.leaves(parameters))]
         self.epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         self._compiled: dict[int | None, Any] = {}
@@ -137,12 +136,6 @@ class Trial(trial.Trial):
         cut, cause = self._cut_too()
         if cut is not None and total_error_of(full, cut) < 1e-3 * gap:
             return [cause]
-        if self._is_nonlinear(full):
-            return [
-                "the gradient of twice the loss is not twice the gradient: something in the backward pass, such as a "
-                "custom_vjp that clips, depends on the size of the incoming gradient, which is larger in a micro-batch "
-                "than in the whole batch; clip the finished gradient instead (optax.clip)"
-            ]
         if not self.is_random and not self.has_dropout and self._draws_inside():
             return [
                 "the loss draws random numbers with a key that is not among its arguments, so each micro-batch draws "
@@ -180,19 +173,12 @@ class Trial(trial.Trial):
             "the second axis the gradient is right; put the samples first, and swap the axes in the loss"
         )
 
-    def _is_nonlinear(self, full: Gradient) -> bool:
-        """Whether the backward pass is not linear. False if the loss gives another gradient each time."""
-        if not total_error_of(full, self._of(self.arrays)) < 1e-4:
-            return False
-        twice = {name: 2 * g for name, g in full.items()}
-        return total_error_of(twice, self._of(self.arrays, 2.0)) > 1e-4
-
     def _draws_inside(self) -> bool:
         loss = jax.make_jaxpr(lambda parameters: self.window.loss((parameters,), self.arrays)[0])
         return calls(loss(self.parameters).jaxpr, _DRAWING)
 
-    def _of(self, arrays: Arrays, scale: float = 1.0) -> Gradient:
-        return self._gradient_of(lambda parameters: scale * sum(self.window.loss((parameters,), arrays)[0]))
+    def _of(self, arrays: Arrays) -> Gradient:
+        return self._gradient_of(lambda parameters: sum(self.window.loss((parameters,), arrays)[0]))
 
     def _gradient_of(self, loss: Callable[[Any], Any]) -> Gradient:
         with self._settled():
@@ -206,8 +192,4 @@ class Trial(trial.Trial):
 
 
 def _micro_batches(window: WindowTrace) -> list[Arrays]:
-    return [window.micro_batch(number, size) for number, size in enumerate(_sizes(window))]
-
-
-def _sizes(window: WindowTrace) -> list[int]:
-    return [part.stop - part.start for part in cuts(window.cut.num_samples, window.cut.size)]
+    return [window.micro_batch(number, size) for number, size in enumerate(window.cut.sizes)]
