@@ -12,11 +12,11 @@ _REMEDY = "look at the data of that step, lower the learning rate, or clip the g
 
 
 class NonFinite:
-    """Keeps a gradient that is not finite away from the parameters, and reacts as the user chose.
+    """Keeps non-finite gradients away from the parameters, and reacts as the user chose.
 
     "skip":  warn, and start the next window clean; too many skipped steps in a row are an error
     "raise": raise NonFiniteError at once
-    "stop":  skip the step, and make no further one
+    "stop":  skip the step, and take no more
 
     A GradScaler finds its scale by overflowing: such a step is skipped and counted without a warning.
 

@@ -80,7 +80,7 @@ class windows(Generic[T]):  # noqa: N801 - reads as the function that it stands 
 
 
 def check_lists(batch: Any, num_samples: int) -> None:
-    """Raises BatchError for a list with a number for each sample, which would go whole to micro-batches of one."""
+    """Raises BatchError for a list with one number per sample: it is not cut, but probably should be."""
     if type(batch) is list and len(batch) == num_samples > 1 and all(map(is_number, batch)):
         raise BatchError(
             f"a list of {num_samples} numbers goes whole to every micro-batch, and there are as many samples: pass an "

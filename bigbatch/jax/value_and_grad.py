@@ -68,9 +68,9 @@ def value_and_grad(
         argnums: The number of the argument to differentiate by, or several as a tuple, as in JAX.
         has_aux: Whether the loss returns `(loss, aux)`. The value is then `(loss, aux)` too, as in JAX.
         reduction: "mean", or "sum" to add losses up undivided.
-        aux: How to combine what micro-batches return as aux: "concatenate", "sum", "mean" (by weight), or a pytree of
-            these. "auto" concatenates arrays with a row for each sample, adds up integers and takes the mean of the
-            rest.
+        aux: How to combine what micro-batches return as aux: "concatenate", "sum", "mean" (weighted like the first term
+            of the loss), or a pytree of these. "auto" concatenates arrays with a row for each sample, adds up integers
+            and takes the mean of the rest.
         rng: What happens to PRNG keys among the arguments. "per_micro_batch" folds in the number of the micro-batch;
             "per_sample" passes the loss one key for each sample; None passes keys as they are.
         batch_argnums: The numbers of the arguments to cut, if not all are cut.
@@ -78,7 +78,7 @@ def value_and_grad(
             sets. None: as the arrays are spread. Inside of `jit`, arrays on automatic axes do not show that, so it is
             guessed from the mesh.
         axes: In your own `shard_map`, the axes over which devices share the batch. None: read from the arrays.
-        accumulate_dtype: The dtype to add gradients up in. None: that of the parameter, but at least float32.
+        accumulate_dtype: The dtype in which gradients are added up. None: that of the parameter, but at least float32.
 
     Returns:
         A function of the loss's arguments that returns `(value, gradient)`. It works inside and outside of `jit`.

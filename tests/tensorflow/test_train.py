@@ -118,7 +118,7 @@ def test_a_generator_is_refused_before_anything_is_trained() -> None:
     model = make_model(DIGITS)
     before = flat(model)
     stream = (m for m in micro_batches(DIGITS))
-    with pytest.raises(BatchError, match="generator, which is spent after 1 of 2 epochs"):
+    with pytest.raises(BatchError, match="generator, which is exhausted after 1 of 2 epochs"):
         train_with_accumulation(model, stream, adam(), make_loss(DIGITS), accumulation_steps=4, epochs=2)
     assert np.array_equal(flat(model), before)
 

@@ -71,7 +71,7 @@ def logged_by_full_batch(problem: Problem) -> list[float]:
 def test_a_generator_is_refused_before_anything_is_trained() -> None:
     model = make_model(DIGITS)
     before = flat(model)
-    with pytest.raises(BatchError, match="generator, which is spent after 1 of 2 epochs"):
+    with pytest.raises(BatchError, match="generator, which is exhausted after 1 of 2 epochs"):
         train_with_accumulation(
             model, (m for m in micro_batches(DIGITS)), sgd(model), make_loss(DIGITS), accumulation_steps=4, epochs=2
         )
