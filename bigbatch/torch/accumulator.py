@@ -135,7 +135,7 @@ class Accumulator:
         self.capture, self.group, self.reduce = capture, group, reduce
         self._gradients = Gradients(optimizer, {p: name for name, p in model.named_parameters()}, accumulate_dtype)
         self._exclusive = self._gradients.exclusive
-        parameters = self._gradients.held()
+        parameters = self._gradients.parameters
         self._precision = Precision(precision, scaler, parameters, self._gradients.is_widened)
         self.scaler = self._precision.scaler
         self._ranks = ranks_of(model, self._gradients, group, reduce)
@@ -240,7 +240,7 @@ class Accumulator:
             else:
                 window.check_same(cut.weights)
                 window.check_unchanged(self._gradients.marks())
-                window.check_trainable(self._gradients.held())
+                window.check_trainable(self._gradients.parameters)
         self._window = None
         if self._batch_norms:
             self._warn_of_batch_norm(len(cut.weights))
@@ -271,7 +271,7 @@ class Accumulator:
     def _reduce(self, buffer: GradientBuffer, totals: Totals, *, has_all_terms: bool) -> None:
         """Makes the sums those of all ranks."""
         if has_weight(totals.total, totals.num_micro_batches, self.reduction):
-            buffer.put()
+            buffer.load()
             self._ranks.complete(buffer, has_all_terms=has_all_terms)
 
     def _check_before(self, call: str, what: str) -> None:
@@ -461,7 +461,7 @@ class Accumulator:
         if self._captured is not None:  # recorded passes add to memory of their own
             window.sums[0].update({p: g.clone() for p, g in window.sums[0].items()})
         window.loss_scale, window.seen = self._precision.loss_scale(), self._gradients.marks()
-        window.check_trainable(self._gradients.held())
+        window.check_trainable(self._gradients.parameters)
         self._window = window
         self.is_interrupted = False
         return Interrupted(
@@ -503,7 +503,7 @@ class Accumulator:
                 "num_steps": self.num_steps,
                 "scaler": None if self.scaler is None else self.scaler.state_dict(),
                 "skipped": self._nonfinite.state_dict(),
-                **packed(self._window, self._gradients.held(), self._ranks),
+                **packed(self._window, self._gradients.parameters, self._ranks),
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

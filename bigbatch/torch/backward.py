@@ -57,7 +57,7 @@ class Backward:
     ) -> list[Any]:
         """Adds the gradient of one micro-batch; returns its losses, and keeps nothing else."""
         if buffer.is_in_grad:
-            buffer.take()
+            buffer.unload()
         if self._time_axis.is_watching:
             loss = self._time_axis.watched(loss)
         terms = self.forward(loss, micro_batch)
@@ -118,7 +118,9 @@ class Backward:
     def forward(self, loss: Loss, micro_batch: Any) -> Terms:
         """The loss of a micro-batch, term by term."""
         with self.precision.autocast() if self.precision.dtype else nullcontext():
-            return as_terms(loss(self._model, micro_batch))
+            terms = as_terms(loss(self._model, micro_batch))
+        self._gradients.check_left_by_loss()
+        return terms
 
     def terms_and_seeds(self, terms: Terms, shares: Terms) -> tuple[list[Tensor], list[Tensor]]:
         """The terms that count, and their seeds: what a backward pass of sum_t share_t * term_t starts with.
