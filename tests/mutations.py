@@ -114,7 +114,7 @@ ranks: the total weight is not reduced | torch/distributed/totals.py | test-rank
 - tuple(int(t) if t.is_integer() else t for t in rest[:num]),
 + tuple(int(t) if t.is_integer() else t for t in map(float, own.total or rest[:num])),
 ranks: the gradient of a fed window is not reduced | torch/accumulator.py | test-ranks
-- if self._ranks.is_shared:
+- if self._ranks.is_distributed:
 -                 has_all_terms = self.reduction
 + if self._ranks.is_sharded:
 +                 has_all_terms = self.reduction

@@ -60,7 +60,7 @@ class Gradients:
         """What error messages call this parameter."""
         return self._names.get(parameter, f"one of shape {tuple(parameter.shape)}")
 
-    def marks(self) -> list[int]:
+    def versions(self) -> list[int]:
         """Numbers that differ from those before if parameters were stepped, changed in place, moved or replaced.
 
         The first is how many parameters there are.
@@ -102,8 +102,8 @@ class Gradients:
         if nonzero := _not_zero(parameters):
             raise GradientError(
                 f"{len(nonzero)} of {len(parameters)} parameters hold a gradient that is not of this window "
-                f"({self.name(nonzero[0])} first): call optimizer.zero_grad() to drop it, or add what it is "
-                "the gradient of to the loss"
+                f"({self.name(nonzero[0])} first): call optimizer.zero_grad() to drop it, or include that "
+                "term in the loss"
             )
         return parameters
 

@@ -127,7 +127,7 @@ def packed(window: PartialWindow | None, parameters: list[Tensor], ranks: Ranks)
     the name tells the rank, and the entry is there even if no window is open.
     """
     state = None if window is None else _window_state(window, parameters)
-    if not ranks.is_shared:
+    if not ranks.is_distributed:
         return {"window": state}
     piece = None if state is None else to_bytes(without_sparse(state), to_array)
     return {"num_ranks": ranks.size, "window": {_name(ranks.rank): piece}}

@@ -49,7 +49,7 @@ class Sharded(SeveralRanks):
         own = _group_of(mesh)
         check_group(group, own)
         super().__init__(model, own, first.device)
-        self.holds_gradients = reduce == "window"
+        self.keeps_whole_gradients = reduce == "window"
         self._have_spare: set[int] = set()
         self._others = Others(model)
         self._reduced = {p for p in model.parameters() if isinstance(p, DTensor)}
@@ -64,9 +64,9 @@ class Sharded(SeveralRanks):
                 f"{len(plain)} of {len(trained)} parameters ({gradients.name(plain[0])} first) are not sharded, so "
                 "nobody would reduce their gradients: call fully_shard on the whole model too"
             )
-        kept = [_dtype_of_sums(g, is_whole=self.holds_gradients) for g in self._groups]
+        kept = [_dtype_of_sums(g, is_whole=self.keeps_whole_gradients) for g in self._groups]
         if low := [dtype for dtype in kept if dtype in LOW]:
-            where = "inside of the model" if self.holds_gradients else "of its shards"
+            where = "inside of the model" if self.keeps_whole_gradients else "of its shards"
             raise OptionError(
                 f"{len(low)} of {len(self._groups)} groups of parameters would add up gradients {where} in {low[0]}, "
                 f"which loses low bits: {_REMEDY}"
@@ -89,8 +89,8 @@ class Sharded(SeveralRanks):
         self.divisor = float(factors.pop() or self.size)
         if partial := [weight for weight in weights if any(weight) and not all(weight)]:
             raise WeightError(
-                f"a micro-batch has the weights {partial[0]}, but no term that counts zero can be left out on one "
-                "rank: with fully_shard give every micro-batch some of each term, or use DistributedDataParallel"
+                f"a micro-batch has the weights {partial[0]}, but with fully_shard a rank cannot skip a term "
+                "of weight zero: give every micro-batch a weight above 0 for each term, or use DistributedDataParallel"
             )
 
     # --- passes ------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Sharded(SeveralRanks):
 
     @contextmanager
     def passing(self, *, is_last: bool) -> Iterator[None]:
-        self._set(is_last=is_last or not self.holds_gradients)
+        self._set(is_last=is_last or not self.keeps_whole_gradients)
         try:
             with self._others.kept_local():
                 yield
@@ -140,7 +140,7 @@ class Sharded(SeveralRanks):
             )
 
     def complete(self, buffer: GradientBuffer, *, has_all_terms: bool = True) -> None:
-        if self.holds_gradients and not self._is_reduced:
+        if self.keeps_whole_gradients and not self._is_reduced:
             internals.fsdp_reduce(self._model)
             self._is_reduced = True
 
@@ -164,7 +164,7 @@ class Sharded(SeveralRanks):
 
         All ranks need the same reference, since sums inside of the model cannot be rescaled.
         """
-        if len(weight) > 1 and self.holds_gradients:
+        if len(weight) > 1 and self.keeps_whole_gradients:
             raise OptionError(
                 f'a loss of {len(weight)} terms cannot be fed one micro-batch at a time with reduce="window", which '
                 'keeps one sum for all of them: pass reduce="micro_batch", or use step()'
