@@ -35,6 +35,9 @@ from .window import Cut, MicroBatch, PartialWindow, Weight, fetch_weights, on_ho
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
+"""What a step in one process enters in place of `self._ranks.…()`: there, it never calls into `distributed/`."""
+
 
 class Accumulator:
     """Trains on batches that do not fit into memory, with exactly the gradient of the whole batch.
@@ -129,7 +132,7 @@ class Accumulator:
         self.capture, self.group, self.reduce = capture, group, reduce
         self._gradients = Gradients(optimizer, {p: name for name, p in model.named_parameters()}, accumulate_dtype)
         self._exclusive = self._gradients.exclusive
-        parameters = self._gradients.parameters
+        parameters = self._gradients.parameters()
         self._precision = Precision(precision, scaler, parameters, self._gradients.is_widened)
         self.scaler = self._precision.scaler
         self._ranks = ranks_of(model, self._gradients, group, reduce)
@@ -193,10 +196,10 @@ class Accumulator:
         is_distributed, passes = self._ranks.is_distributed, cut.passes
         arriving = self._arriving(cut, len(losses), get_totals)
         get_shares = shares_of_step(get_totals, self.reduction)  # w / W
-        with self._ranks.window(), GradientBuffer(self._gradients, sums) as buffer:
+        with self._ranks.window() if is_distributed else _NOTHING, GradientBuffer(self._gradients, sums) as buffer:
             for number, micro_batch in enumerate(arriving, len(losses)):
                 weight = passes[number][1]
-                with self._passing(number, cut, get_totals):
+                with self._passing(number, cut, get_totals) if is_distributed else _NOTHING:
                     losses.append(self._backward(self.loss, micro_batch, weight, get_shares, buffer))
                 if self.is_interrupted and number + 1 < len(passes) and not is_distributed:
                     break
@@ -218,7 +221,7 @@ class Accumulator:
         if self.loss is None:
             raise OptionError("step() needs a loss: pass Accumulator(model, optimizer, loss, …)")
         window = self._window
-        with self._ranks.raise_on_all_ranks():
+        with self._ranks.raise_on_all_ranks() if self._ranks.is_distributed else _NOTHING:
             self._update.check_not_held_back()
             self._gradients.check_empty()
             num_hooks = self._gradients.check_hooks()
@@ -234,7 +237,7 @@ class Accumulator:
             else:
                 window.check_same(cut.weights)
                 window.check_unchanged(self._gradients.versions())
-                window.check_trainable(self._gradients.parameters)
+                window.check_trainable(self._gradients.parameters())
         self._window = None
         if self._batch_norms:
             self._warn_of_batch_norm(len(cut.weights))
@@ -325,8 +328,8 @@ class Accumulator:
             micro = MicroBatch(partial(self._eager.feed, window, terms))
             try:
                 with (
-                    self._ranks.passing(is_last=False),
-                    self._precision.autocast(),
+                    self._ranks.passing(is_last=False) if self._ranks.is_distributed else _NOTHING,
+                    self._precision.autocast() if self._precision.dtype else _NOTHING,
                 ):
                     yield micro
                 micro.check_fed()
@@ -351,7 +354,7 @@ class Accumulator:
     def _open(self, terms: Terms, num_wanted: int) -> PartialWindow:
         """The window that is open, or a new one, if it can take a micro-batch with these weights."""
         window = self._window
-        with self._ranks.raise_on_all_ranks() if self._ranks.is_sharded else nullcontext():  # others wait in sync_ranks
+        with self._ranks.raise_on_all_ranks() if self._ranks.is_sharded else _NOTHING:  # others wait in sync_ranks
             check_weight(tuple([w for w in terms if not isinstance(w, Tensor)]), of="this micro-batch")
             if self._ranks.is_distributed:
                 self._ranks.check(self._gradients)
@@ -393,7 +396,7 @@ class Accumulator:
     def _close(self, *, is_ending: bool) -> Step | None:
         """Makes the step of the windows that are open on all ranks; None if no rank has one."""
         window = self._window
-        with self._ranks.raise_on_all_ranks():
+        with self._ranks.raise_on_all_ranks() if self._ranks.is_distributed else _NOTHING:
             if window is not None:
                 marks = self._gradients.versions()
                 if is_ending:  # else the last micro-batch has just been
@@ -455,7 +458,7 @@ class Accumulator:
         if self._captured is not None:  # recorded passes add to memory of their own
             window.sums[0].update({p: g.clone() for p, g in window.sums[0].items()})
         window.loss_scale, window.seen = self._precision.loss_scale(), self._gradients.versions()
-        window.check_trainable(self._gradients.parameters)
+        window.check_trainable(self._gradients.parameters())
         self._window = window
         self.is_interrupted = False
         return Interrupted(
@@ -497,7 +500,7 @@ class Accumulator:
                 "num_steps": self.num_steps,
                 "scaler": None if self.scaler is None else self.scaler.state_dict(),
                 "skipped": self._nonfinite.state_dict(),
-                **packed(self._window, self._gradients.parameters, self._ranks),
+                **packed(self._window, self._gradients.parameters(), self._ranks),
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

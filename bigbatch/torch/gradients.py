@@ -37,7 +37,7 @@ class Gradients:
         self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str], dtype: torch.dtype | None = None
     ) -> None:
         self._optimizer = optimizer
-        self.exclusive = Exclusive(self._read_parameters)
+        self.exclusive = Exclusive(self.parameters)
         self._names = names
         self._dtype = dtype or torch.float32
         self._takes_wide: bool | None = None
@@ -47,13 +47,8 @@ class Gradients:
         self.ddp_model: Any = None
         """The model, if DDP makes gradients views of the memory in which it reduces them."""
 
-    @property
     def parameters(self) -> list[Any]:
-        """The parameters that the optimizer held when the current call began."""
-        parameters: Any = self.exclusive.held
-        return parameters
-
-    def _read_parameters(self) -> list[Any]:
+        """The parameters that the optimizer holds now."""
         return list(chain.from_iterable(map(_PARAMS, self._optimizer.param_groups)))
 
     def name(self, parameter: Tensor) -> str:
@@ -65,7 +60,7 @@ class Gradients:
 
         The first is how many parameters there are.
         """
-        parameters = self.parameters
+        parameters = self.exclusive.held
         if parameters is not self._listed:
             self._listed = parameters
             self._unmoved = [p for p in parameters if type(p) is torch.nn.Parameter and not p.is_sparse]
@@ -98,7 +93,7 @@ class Gradients:
 
         Zeros (`zero_grad(set_to_none=False)`) are dropped.
         """
-        parameters = self.parameters
+        parameters = self.parameters()
         if nonzero := _not_zero(parameters):
             raise GradientError(
                 f"{len(nonzero)} of {len(parameters)} parameters hold a gradient that is not of this window "
@@ -107,9 +102,8 @@ class Gradients:
             )
         return parameters
 
-    def check_left_by_loss(self) -> None:
+    def check_left_by_loss(self, parameters: Sequence[Tensor]) -> None:
         """Raises GradientError if the loss that has just run left a gradient in .grad that is not zero."""
-        parameters = self.parameters
         if nonzero := _not_zero(parameters):
             remedy = "leave backward() out of the loss, use torch.autograd.grad, or call zero_grad() after it"
             if is_sharded(nonzero[0]):
@@ -121,7 +115,7 @@ class Gradients:
 
     def check_hooks(self) -> int:
         """Returns how many hooks the parameters have; raises GradientError for those that need a whole batch."""
-        parameters = self.parameters
+        parameters = self.parameters()
         if not _has_hooks(parameters):
             return 0
         for p in parameters:
@@ -138,7 +132,7 @@ class Gradients:
         is the gradient: hooks may replace it, or set it to None.
         """
         has_changed = False
-        parameters = self.parameters
+        parameters = self.parameters()
         with self.handed_over(sums, keeps_dtype=True):
             for p in reversed(parameters):
                 if p.grad is not None:
@@ -170,7 +164,7 @@ class Gradients:
                 p.grad = g
             yield
         finally:
-            clear(self.parameters)
+            clear(self.parameters())
             for undo in restore:
                 undo()
 
@@ -195,7 +189,7 @@ class GradientBuffer:
 
     def __init__(self, gradients: Gradients, sums: Sums) -> None:
         self.sums = sums
-        self.parameters = gradients.parameters
+        self.parameters = gradients.parameters()
         self.is_in_grad = False
         self._gradients = gradients
         self._wide = gradients.widened(self.parameters)
@@ -234,12 +228,13 @@ class GradientBuffer:
         self.unload()
 
     def load(self, unit: Any = 1.0) -> None:
-        """Before a backward pass: puts the sums into .grad.
+        """Before a backward pass: puts the sums into .grad, unless the loss has left gradients there.
 
         Args:
             unit: What the gradient of this pass is to be multiplied by at the end. The sums are brought to the same.
         """
         if not self.is_in_grad:
+            self._gradients.check_left_by_loss(self.parameters)
             if _has_hooks(self.parameters):  # each time: a forward pass may have registered some
                 hooks.set_aside(self.parameters, self)
                 self._has_hooks = True

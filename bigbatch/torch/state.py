@@ -75,7 +75,7 @@ def _window_state(window: PartialWindow, parameters: list[Tensor]) -> _WindowSta
 
 def _load_window(state: _WindowState, gradients: Gradients, reduction: Reduction) -> PartialWindow:
     """A window from what was saved; raises StateError if it has other parameters or options."""
-    parameters = gradients.parameters
+    parameters = gradients.parameters()
     shapes = [tuple(local(p).shape) for p in parameters]
     if state["reduction"] != reduction:
         raise StateError(

@@ -146,7 +146,7 @@ class Update:
             return StepResult(norm, is_applied=place is None)
         except BaseException:
             self._precision.forget(self._optimizer)
-            clear(self._gradients.parameters)
+            clear(self._gradients.parameters())
             raise
 
     def _apply(self, sums: Sums) -> None:

@@ -75,7 +75,7 @@ class _Capture:
             )
 
     def _has_changed(self) -> bool:
-        now = [id(self._loss), *map(id, self._gradients.parameters), *fingerprint(self._model, self._loss)]
+        now = [id(self._loss), *map(id, self._gradients.parameters()), *fingerprint(self._model, self._loss)]
         if now == self._fingerprint:
             return False
         self._forget()
@@ -175,7 +175,7 @@ def capture_for(
         return None
     if capture is not True and capture != "auto":
         raise OptionError(f'capture={capture!r} is unknown: pass True, False or "auto"')
-    parameters = gradients.parameters
+    parameters = gradients.parameters()
     if reason := _why_not(parameters, loss, gradients, ranks):
         if capture is True:
             raise OptionError(reason)

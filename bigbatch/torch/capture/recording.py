@@ -187,7 +187,7 @@ class Pass:
         """What a backward pass adds to each leaf; adding it up takes few launches if they are added all at once."""
         counted = [(terms[t], seeds[t]) for t, scale in enumerate(self.scale) if scale and terms[t].requires_grad]
         losses = [term for term, _ in counted]
-        reached = leaves_of(*losses) & {*leaves, *self.gradients.parameters}
+        reached = leaves_of(*losses) & {*leaves, *self.gradients.parameters()}
         if reached != set(leaves):
             raise CaptureError(
                 f"the loss reached {len(reached)} parameters and {len(leaves)} before with the same micro-batch, which "

@@ -164,7 +164,7 @@ class SeveralRanks(Ranks):
             raise
 
     def check(self, gradients: Gradients, weights: Sequence[Terms] = ()) -> None:
-        held = gradients.parameters
+        held = gradients.parameters()
         if strange := [p for p in held if p.requires_grad and p not in self._reduced]:
             raise OptionError(
                 f"the gradients of {len(strange)} of {len(held)} parameters that the optimizer holds "
