@@ -50,7 +50,6 @@ class Sharded(SeveralRanks):
         check_group(group, own)
         super().__init__(model, own, first.device)
         self.keeps_whole_gradients = reduce == "window"
-        self._have_spare: set[int] = set()
         self._others = Others(model)
         self._reduced = {p for p in model.parameters() if isinstance(p, DTensor)}
         self._check_model(model, gradients)
@@ -96,23 +95,20 @@ class Sharded(SeveralRanks):
     # --- passes ------------------------------------------------------------------------------------------
 
     def begin(self, micro_batches: Sequence[Any], get_totals: GetTotals) -> None:
-        """Makes sure that every rank has a micro-batch that it can run the model on."""
-        get_totals()  # the first pass gathers parameters, in which all ranks take part
+        """Gives ranks with fewer passes than others a spare micro-batch: their own, or one of another rank."""
+        num_passes = get_totals().num_passes  # the first pass gathers parameters, in which all ranks take part
         super().begin(micro_batches, get_totals)
-        if self.spare is None and micro_batches:
+        self.spare = None
+        if micro_batches and len(micro_batches) < max(num_passes):
             self.spare = map_tensors(Tensor.clone, micro_batches[0])
-        if len(self._have_spare) < self.size:
-            with_data = {rank for rank, num in enumerate(get_totals().num_passes) if num}
-            if with_data and self._have_spare.union(with_data) != set(range(self.size)):
-                self._hand_out(min(with_data))
-                with_data = set(range(self.size))
-            self._have_spare |= with_data
+        if any(num_passes) and not all(num_passes):
+            self._hand_out(micro_batches, num_passes.index(max(num_passes)))
 
-    def _hand_out(self, source: int) -> None:
-        """Sends one rank's micro-batch to all, for those that never had data."""
-        found = [map_tensors(Tensor.cpu, self.spare)]
+    def _hand_out(self, micro_batches: Sequence[Any], source: int) -> None:
+        """Sends a micro-batch of one rank to all, for those without data."""
+        found = [map_tensors(Tensor.cpu, micro_batches[0]) if self.rank == source else None]
         dist.broadcast_object_list(found, dist.get_global_rank(self.group, source), self._host_group)
-        if self.spare is None:
+        if not micro_batches:
             self.spare = map_tensors(lambda tensor: tensor.to(self._device), found[0])
 
     def is_last(self, number: int, num_own: int, get_totals: GetTotals, *, has_all_terms: bool) -> bool:

@@ -41,7 +41,7 @@ class Ranks:
         is_sharded: Whether each rank holds a part of each parameter; all then run the model equally often.
         keeps_whole_gradients: Whether micro-batches leave their gradients inside of the model until the window ends.
         divisor: What the gradients of all ranks are divided by when they are reduced.
-        spare: A micro-batch for a rank that has none but has to run the model.
+        spare: A micro-batch of this step, for a rank that has to run the model after its own are done.
     """
 
     is_distributed = is_sharded = keeps_whole_gradients = False
