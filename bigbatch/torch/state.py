@@ -18,7 +18,7 @@ from .sums import Sums
 from .window import PartialWindow, fetch_weights
 
 _WindowState = dict[str, Any]
-_ASK = "pass what Accumulator.state_dict gave"
+_ASK = "pass what Accumulator.state_dict returned"
 
 
 @dataclass
