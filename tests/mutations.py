@@ -99,8 +99,8 @@ torch: clipping comes before unscaling | torch/update.py | test-torch
 - self._precision.unscale(self._optimizer, sums)
 + pass
 torch: an infinite gradient passes the finite check | torch/update.py | test-torch
-- if not math.isfinite(norm) or fetched is not None:
-+ if math.isnan(norm) or fetched is not None:
+- if not math.isfinite(norm) or loss_terms is not None:
++ if math.isnan(norm) or loss_terms is not None:
 torch: the schedule steps on a skipped step | torch/update.py | test-torch
 - elif self.scheduler is not None and result.is_applied:
 + elif self.scheduler is not None:
