@@ -72,11 +72,21 @@ class History:
         write_whole(path, self.to_lines())
 
     def to_lines(self) -> bytes:
-        """One JSON line per step. Lines are cached: saving after each step encodes only the new ones."""
+        """One JSON line per step."""
+        lines, last = self.lines_from(0)
+        return "".join([*lines, last]).encode()
+
+    def lines_from(self, first: int) -> tuple[list[str], str]:
+        """The lines of the steps from this number on that can no longer change, and the line of the last step.
+
+        The last step may still become the last of its epoch. Lines are cached, so only new steps are encoded.
+
+        Args:
+            first: The number of the first step, from 0.
+        """
         new = [json.dumps(to_json(record), allow_nan=False) + "\n" for record in self._records(len(self._lines))]
-        text = "".join([*self._lines, *new]).encode()
-        self._lines += new[:-1]  # the last step may still become the last of its epoch
-        return text
+        self._lines += new[:-1]
+        return self._lines[first:], "".join(new[-1:])
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "History":

@@ -94,8 +94,10 @@ class Resumable:
             "random_of_epoch": self._at_epoch,
             "random_of_batch": None if self._before is None else self._at_batch,
         }
-        own = {} if self.history is None else {HISTORY: self.history.to_lines()}
-        self._store.save(self.num_batches, state, {**files, **own}, wait=wait)
+        new, last = ([], "") if self.history is None else self.history.lines_from(self._store.num_lines)
+        self._store.save(
+            self.num_batches, {**state, "last_line": last}, files, new_lines="".join(new).encode(), wait=wait
+        )
 
     def _restore(self) -> bool:
         """Loads the newest intact checkpoint; returns False if there is none."""
@@ -107,7 +109,8 @@ class Resumable:
             state = found.state
             epoch, place, num_batches = map(int, state["place"])
             at_epoch, at_batch, now = state["random_of_epoch"], state["random_of_batch"], state["random"]
-            steps = None if self.history is None else History.from_lines(found.files.get(HISTORY, b""), found.path)
+            lines = found.log + state["last_line"].encode()
+            steps = None if self.history is None else History.from_lines(lines, found.path)
             self._load(state["trained"], found.files)
         except BigBatchError:
             raise

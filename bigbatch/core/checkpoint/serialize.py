@@ -86,8 +86,8 @@ def _packed(value: Any, path: str, convert: Callable[[Any], Array | None], array
     )
 
 
-def unpacked(value: Any, arrays: Mapping[str, np.ndarray], convert: Callable[[Array], Any] = Array.numpy) -> Any:
-    """The opposite of `packed`."""
+def unpacked(value: Any, arrays: dict[str, np.ndarray], convert: Callable[[Array], Any] = Array.numpy) -> Any:
+    """The opposite of `packed`. It takes each array out of `arrays`, so that a small file cannot fill the memory."""
     if not isinstance(value, dict):
         if value is None or type(value) in (bool, int, float, str):
             return value
@@ -95,7 +95,8 @@ def unpacked(value: Any, arrays: Mapping[str, np.ndarray], convert: Callable[[Ar
     ((kind, inner),) = value.items()
     if kind == "array":
         name, dtype = inner
-        stored = arrays[name].view("complex128")[..., 0] if dtype == "complex128" else arrays[name]
+        stored = arrays.pop(name)
+        stored = stored.view("complex128")[..., 0] if dtype == "complex128" else stored
         if stored.dtype.name != STORED.get(dtype, dtype):
             raise StateError(f"{name} should be {dtype} but is stored as {stored.dtype}: it was changed")
         return convert(Array(stored, dtype))

@@ -5,24 +5,40 @@ checkpoints/
     manifest.json       what is here: names, sizes, checksums
     state.json          plain values, and where arrays belong
     state.safetensors   the arrays
-    history.jsonl       and other files that were passed to save()
+    …                   and other files that were passed to save()
   000042/
+  log-8f3e32e1.jsonl    lines that only get more, such as a history; a checkpoint knows how many of them are its own
+  lock                  held by the process that trains here
+
+Only what has our manifest, and our own unfinished files, are ever removed. No link is followed.
 """
 
+import errno
 import hashlib
 import json
 import os
 import re
+import secrets
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import OrderError, StateError, warn
 from ..options import positive
-from .files import flush_folder, make_folder, read_plain, remove, write_through
+from .files import (
+    flush_folder,
+    make_folder,
+    open_own,
+    read_plain,
+    remove,
+    remove_unfinished,
+    unfinished,
+    write_through,
+)
 from .serialize import Array, as_array, from_safetensors, packed, safetensors, to_json, to_safetensors, unpacked
 
 try:
@@ -30,9 +46,13 @@ try:
 except ModuleNotFoundError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-MANIFEST, STATE, ARRAYS, LOCK = "manifest.json", "state.json", "state.safetensors", "lock"
-_FORMAT = 1
+MANIFEST, STATE, ARRAYS = "manifest.json", "state.json", "state.safetensors"
+LOCK = "lock"
+_NAME = r"[0-9]{6,18}"
+_FORMAT = 2
 _MAX_MANIFEST = 1 << 20
+_NOT_DAMAGE = {errno.EACCES, errno.EPERM, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+_live: "weakref.WeakSet[Store]" = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -43,6 +63,7 @@ class Checkpoint:
     step: int
     state: Any
     files: Mapping[str, bytes]  # the other files, by name
+    log: bytes  # all lines that were passed to save() until then
 
 
 class Store:
@@ -67,18 +88,37 @@ class Store:
         self.is_read_only = is_read_only
         self._to_array, self._from_array = to_array, from_array
         self._pid = os.getpid()
-        self._lock: int | None = None
+        self._unlock: Callable[[], Any] | None = None  # None while the folder is not locked
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
         self._damaged: set[Path] = set()
+        self._log = _Log("", 0, hashlib.sha256())  # as the newest checkpoint has it
+        self._new_lines = b""  # those that are in no checkpoint yet
+        self.num_lines = 0  # how many were passed to save(), or read
         self.newest_step: int | None = None  # of the newest intact checkpoint that was written or read
+        _live.add(self)
 
     # --- writing -----------------------------------------------------------------------------------------
 
-    def save(self, step: int, state: Any, files: Mapping[str, bytes] | None = None, *, wait: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        files: Mapping[str, bytes] | None = None,
+        *,
+        new_lines: bytes = b"",
+        wait: bool = False,
+    ) -> None:
         """Copies the state to the host, and writes it in the background.
 
         If it cannot be written, you are warned and earlier checkpoints are kept; with `wait` the error is raised.
+
+        Args:
+            step: The number that `newest_step` and `Checkpoint.step` will have.
+            state: A nest of plain values and arrays.
+            files: Other files, by name.
+            new_lines: Lines to append to the log. They are written once, however many checkpoints follow.
+            wait: Whether to wait until it is written.
         """
         if os.getpid() != self._pid:
             raise OrderError(
@@ -92,6 +132,8 @@ class Store:
         for name in texts:
             _check_name(name)
         self.wait()
+        self._new_lines += new_lines
+        self.num_lines += new_lines.count(b"\n")
 
         def write() -> None:
             try:
@@ -106,30 +148,57 @@ class Store:
 
     def _write(self, step: int, contents: Mapping[str, bytes]) -> None:
         number = max((number for number, _ in self._all()), default=0) + 1
-        path, part = self.folder / f"{number:06}", self.folder / f"{number:06}.part"
+        while os.path.lexists(path := self.folder / f"{number:06}"):  # not one of ours
+            number += 1
         make_folder(self.folder)
-        for left in self.folder.glob("[0-9]*.part"):  # from a process that was killed while writing
-            remove(left)
+        remove_unfinished(self.folder, _NAME)  # by a process that was killed while it wrote
+        part = unfinished(path)
         try:
             part.mkdir()
             for name, content in contents.items():
                 write_through(part / name, content)
-            write_through(part / MANIFEST, _manifest_of(step, contents))
+            log = self._append_to_log()
+            write_through(part / MANIFEST, _manifest_of(step, contents, log))
             flush_folder(part)
             part.rename(path)
             flush_folder(self.folder)
         finally:
             remove(part)
+        self._log, self._new_lines = log, b""
         self.newest_step = step
         self._drop_old()
 
+    def _append_to_log(self) -> "_Log":
+        """Writes the new lines behind those of the newest checkpoint; returns the log with them.
+
+        What is behind those is in no intact checkpoint: a process was killed, or went back to an earlier one.
+        """
+        name, size, digest = self._log
+        if not self._new_lines:
+            return self._log
+        name = name or f"log-{secrets.token_hex(4)}.jsonl"
+        with open(open_own(self.folder / name, os.O_RDWR), "r+b") as file:
+            file.truncate(size)
+            file.seek(size)
+            file.write(self._new_lines)
+            file.flush()
+            os.fsync(file.fileno())
+        digest = digest.copy()
+        digest.update(self._new_lines)
+        return _Log(name, size + len(self._new_lines), digest)
+
     def _drop_old(self) -> None:
-        """Removes all but the newest intact ones. Renames each first, so that a half-removed one never looks intact."""
-        intact = [number for number, path in self._all() if path not in self._damaged]
-        for number, path in self._all():
-            if len(intact) > self.keep and number < intact[-self.keep]:
-                with suppress(OSError):
-                    remove(path.rename(path.with_name(f"{path.name}.part")))
+        """Removes all but the newest intact ones. Each is renamed first, so that it never looks whole while it goes."""
+        manifests = {path: _own_manifest(path) for _, path in self._all()}
+        own = [path for path, manifest in manifests.items() if manifest]
+        intact = [path for path in own if path not in self._damaged]
+        dropped = own[: own.index(intact[-self.keep])] if len(intact) > self.keep else []
+        logs = {path: manifests[path]["log"]["name"] for path in own}
+        for path in dropped:
+            with suppress(OSError):
+                remove(path.rename(unfinished(path)))
+        for name in {logs[path] for path in dropped} - {logs[path] for path in own if path not in dropped} - {""}:
+            remove(self.folder / name)
 
     @property
     def is_writing(self) -> bool:
@@ -156,31 +225,36 @@ class Store:
         )
 
     def claim(self) -> None:
-        """Keeps other processes from writing here until `close`; raises OrderError if another one holds the folder.
+        """Keeps others from writing here until `close`; raises OrderError if another process or Store does.
 
-        The lock is released when the process ends, however it ends. Forked processes do not inherit it.
+        The lock is released when this is closed or collected, or when the process ends, however it ends. Forked
+        processes do not inherit it.
         """
-        if self._lock is not None or fcntl is None or self.is_read_only:
+        if self._unlock is not None or fcntl is None or self.is_read_only:
             return
         make_folder(self.folder)
-        descriptor = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = open_own(self.folder / LOCK, os.O_RDWR)
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
             os.close(descriptor)
             raise OrderError(
-                f"another process is training in {self.folder}: wait until it ends, or use a different folder"
+                f"{self.folder} is in use by another process, or by another Checkpoints of this one: wait until it "
+                "ends, close() it, or use a different folder"
             ) from error
         except OSError:  # a file system without locks
             pass
-        self._lock = descriptor
+        self._unlock = weakref.finalize(self, os.close, descriptor)
 
     def close(self) -> None:
-        """Waits until the last checkpoint is written, and lets other processes write here."""
+        """Waits until the last checkpoint is written, and lets others write here."""
         self.wait()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._release()
+
+    def _release(self) -> None:
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
 
     # --- reading -----------------------------------------------------------------------------------------
 
@@ -193,39 +267,71 @@ class Store:
         for _, path in reversed(self._all()):
             try:
                 found = self._read(path)
-            except StateError as error:
+            except _DamageError as error:
                 self._damaged.add(path)
                 damages.append(str(error))
                 continue
             if damages:
                 warn(f"{'; '.join(damages)}: continuing from {path}")
             self.newest_step = found.step
+            self._log = _Log(_own_manifest(path)["log"]["name"], len(found.log), hashlib.sha256(found.log))
+            self._new_lines, self.num_lines = b"", found.log.count(b"\n")
             return found
         if damages:
             raise StateError(f"{'; '.join(damages)}: no checkpoint in {self.folder} is intact, so start over")
         return None
 
     def _read(self, path: Path) -> Checkpoint:
-        """Reads one checkpoint; all checksums are verified before anything is used."""
+        """One checkpoint. Every byte is compared with what was written before any is used."""
         try:
-            step, contents = _verified_contents(path)
+            step, contents, log = _verified_contents(path)
             state = unpacked(json.loads(contents.pop(STATE)), from_safetensors(contents.pop(ARRAYS)), self._from_array)
-        except Exception as error:  # somebody else may have put anything there
-            raise StateError(f"{path} is damaged ({_reason(error)})") from error
-        return Checkpoint(path, step, state, contents)
+        except Exception as error:  # a stranger may have put anything there
+            if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _NOT_DAMAGE):
+                raise StateError(
+                    f"{path} cannot be read ({_reason(error)}), which does not mean that it is damaged: mend that and "
+                    "start again; nothing was changed"
+                ) from error
+            raise _DamageError(f"{path} is damaged ({_reason(error)})") from error
+        return Checkpoint(path, step, state, contents, log)
 
     def _all(self) -> list[tuple[int, Path]]:
-        """Numbers and folders of all checkpoints, the oldest first."""
+        """Numbers and folders of all checkpoints, the oldest first, those that are damaged included."""
         with suppress(FileNotFoundError):
-            names = [name for name in os.listdir(self.folder) if re.fullmatch(r"[0-9]{6,}", name)]
-            return sorted((int(name), self.folder / name) for name in names)
+            paths = [self.folder / name for name in os.listdir(self.folder) if re.fullmatch(_NAME, name)]
+            named = [path for path in paths if any(os.path.lexists(path / name) for name in (MANIFEST, STATE, ARRAYS))]
+            return sorted((int(path.name), path) for path in named)
         return []
 
 
-def _manifest_of(step: int, contents: Mapping[str, bytes]) -> bytes:
-    """The manifest of a checkpoint with these files."""
+class _Log(NamedTuple):
+    """Lines that only get more."""
+
+    name: str  # of the file; empty if there is none yet
+    size: int  # in bytes
+    digest: Any  # of all of them
+
+
+class _DamageError(StateError):
+    """A checkpoint that is not as it was written."""
+
+
+def _release_in_child() -> None:
+    """The lock is that of the process that trains, and not of the workers of a data loader that outlive it."""
+    for store in list(_live):
+        store._release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_in_child)
+
+
+def _manifest_of(step: int, contents: Mapping[str, bytes], log: "_Log | None" = None) -> bytes:
+    """The manifest of a checkpoint with these files, and with the log as it is now."""
     files = {name: {"bytes": len(content), "sha256": _digest(content)} for name, content in contents.items()}
-    return _signed({"format": _FORMAT, "step": step, "files": files})
+    name, size, digest = log or _Log("", 0, hashlib.sha256())
+    own = {"name": name, "bytes": size, "sha256": digest.hexdigest()}
+    return _signed({"format": _FORMAT, "step": step, "files": files, "log": own})
 
 
 def _signed(manifest: Mapping[str, Any]) -> bytes:
@@ -238,26 +344,45 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _verified_contents(path: Path) -> tuple[int, dict[str, bytes]]:
-    """The step, and the content of every file; raises an error unless all of it is as it was written."""
+def _manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint; raises an error unless it is as it was written."""
     if path.is_symlink():
         raise ValueError("it is a link to elsewhere")
-    text = read_plain(path / MANIFEST, _MAX_MANIFEST)
-    manifest = json.loads(text[: text.rindex(b"}") + 1])
-    if text != _signed(manifest):
+    text = read_plain(path / MANIFEST, max_bytes=_MAX_MANIFEST)
+    found: dict[str, Any] = json.loads(text[: text.rindex(b"}") + 1])
+    if text != _signed(found):
         raise ValueError(f"{MANIFEST} is not as it was written")
+    return found
+
+
+def _own_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint of ours; empty for something of the user's, and for one that is damaged."""
+    try:
+        found = _manifest(path)
+        _check_name(found["log"]["name"] or LOCK)
+        return found
+    except Exception:  # a stranger may have put anything there
+        return {}
+
+
+def _verified_contents(path: Path) -> tuple[int, dict[str, bytes], bytes]:
+    """The step, every file and the log; raises an error unless all of it is as it was written."""
+    manifest = _manifest(path)
     if manifest["format"] != _FORMAT:
         raise ValueError(f"it has format {manifest['format']}, and this version reads {_FORMAT}")
     contents = {}
     for name, wanted in manifest["files"].items():
         _check_name(name)
-        content = read_plain(path / name, wanted["bytes"])
-        if len(content) != wanted["bytes"]:
-            raise ValueError(f"{name} has {len(content)} bytes, {wanted['bytes']} were written")
-        if _digest(content) != wanted["sha256"]:
+        contents[name] = read_plain(path / name, wanted["bytes"])
+        if _digest(contents[name]) != wanted["sha256"]:
             raise ValueError(f"{name} is not as it was written")
-        contents[name] = content
-    return int(manifest["step"]), contents
+    name, size, log = manifest["log"]["name"], manifest["log"]["bytes"], b""
+    if name:
+        _check_name(name)
+        log = read_plain(path.parent / name, first_bytes=size)
+    if len(log) != size or _digest(log) != manifest["log"]["sha256"]:
+        raise ValueError(f"{name or 'the log'} is not as it was written")
+    return int(manifest["step"]), contents, log
 
 
 def _check_name(name: str) -> None:
