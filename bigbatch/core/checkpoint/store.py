@@ -395,6 +395,8 @@ def _reason(error: BaseException) -> str:
     """What was wrong, in short."""
     if isinstance(error, FileNotFoundError):
         return f"{Path(error.filename or '').name} is missing"
+    if isinstance(error, OSError) and error.errno == errno.ELOOP:
+        return f"{Path(error.filename or '').name} is a link to elsewhere"
     if isinstance(error, OSError):
         return f"{error.strerror or error}"
     return (str(error).splitlines() or [""])[0][:300] or type(error).__name__
