@@ -285,14 +285,8 @@ def test_term_with_weight_zero_is_refused_with_fully_shard(rank: int, size: int)
     model = sharded(Heads())
     before = whole(model)
     accumulator = Accumulator(model, sgd(model), of_heads, 2, weight=weight_of_heads)
-<<<<<<< HEAD
-    with pytest.raises(
-        WeightError if rank == 1 else RankError, match="cannot skip a term" if rank == 1 else "rank 1 refused"
-    ):
-=======
     error, message = (WeightError, "cannot skip a term") if rank == 1 else (RankError, "rank 1 refused")
     with pytest.raises(error, match=message):
->>>>>>> main
         accumulator.step(part)
     assert torch.equal(whole(model), before)
 
