@@ -75,10 +75,16 @@ class Checkpoints(Resumable):
                 text = f"TensorFlow could not write to {tempfile.gettempdir()}: {str(error.message).splitlines()[0]}"
                 raise OSError(text) from error
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-        return {"seeds": [v.numpy() for v in _seeds_of(self._model)]}, files
+        seeds = [v.numpy() for v in _seeds_of(self._model)]
+        return {"seeds": seeds, "optimizer": type(self._accumulator.optimizer).__qualname__}, files
 
     def _load(self, state: Any, files: Mapping[str, bytes]) -> None:
         seeds = _seeds_of(self._model)
+        if state["optimizer"] != (own := type(self._accumulator.optimizer).__qualname__):
+            raise StateError(
+                f"the optimizer of the checkpoint is {state['optimizer']}, that of this run is {own}: continue with "
+                "the kind that was saved"
+            )
         if len(state["seeds"]) != len(seeds):
             raise StateError(
                 f"the checkpoint has the seeds of {len(state['seeds'])} random layers but the model {len(seeds)}: "

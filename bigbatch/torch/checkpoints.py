@@ -1,5 +1,6 @@
 """Checkpoints of a training loop, so that it can continue as if it had never been stopped."""
 
+import copy
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -95,31 +96,66 @@ class Checkpoints(Resumable):
 
 
 def state_of(parts: Mapping[str, Any]) -> Any:
-    """The state of each part by its name: the model, the optimizer, the accumulator and others."""
-    return without_sparse({name: part.state_dict() for name, part in parts.items()})
+    """The state of each part by its name (the model, the optimizer, the accumulator, others), and what each is."""
+    states = without_sparse({name: part.state_dict() for name, part in parts.items()})
+    return {"parts": states, "kinds": _kinds(parts), "parameters": _names_of_parameters(parts)}
 
 
 def load_state(parts: Mapping[str, Any], state: Any) -> None:
-    """Loads what `state_of` returned; raises StateError before anything is changed if it does not fit."""
-    state = with_sparse(state)
-    if state.keys() != parts.keys():
+    """Loads what `state_of` returned; raises StateError if it does not fit, and then changes nothing."""
+    states = with_sparse(state["parts"])
+    if states.keys() != parts.keys():
         raise StateError(
-            f"the checkpoint has {', '.join(sorted(state))} but this run {', '.join(sorted(parts))}: "
+            f"the checkpoint has {', '.join(sorted(states))} but this run {', '.join(sorted(parts))}: "
             "give Checkpoints what it was given when it was saved"
         )
+    for name, kind in _kinds(parts).items():
+        if kind != state["kinds"].get(name):
+            raise StateError(
+                f"the {name} of the checkpoint is {state['kinds'].get(name)}, that of this run is {kind}: continue "
+                "with the kind that was saved"
+            )
     for name, part in parts.items():
         if isinstance(part, nn.Module):
-            _check_model(state[name], part.state_dict())
+            _check_model(states[name], part.state_dict())
         elif isinstance(part, torch.optim.Optimizer):
-            _check_optimizer(state[name], part.state_dict())
+            _check_optimizer(states[name], part.state_dict())
+    for before, now in zip(state["parameters"], _names_of_parameters(parts), strict=False):
+        if before != now:
+            raise StateError(
+                f"the optimizer holds {now} where it held {before} when the checkpoint was saved: pass the parameters "
+                "in the same order"
+            )
     accumulator = parts["accumulator"]
-    accumulator.load_state_dict(state["accumulator"])  # first, since it may refuse
-    for name, part in parts.items():
+    checked = {name: part for name, part in parts.items() if isinstance(part, nn.Module | torch.optim.Optimizer)}
+    others = {name: part for name, part in parts.items() if name not in checked and part is not accumulator}
+    before = {name: copy.deepcopy(part.state_dict()) for name, part in others.items()}
+    try:  # what may refuse comes first
+        for name, part in others.items():
+            part.load_state_dict(states[name])
+        accumulator.load_state_dict(states["accumulator"])
+    except BaseException:
+        for name, part in others.items():
+            part.load_state_dict(before[name])
+        raise
+    for name, part in checked.items():
         if isinstance(part, torch.optim.Optimizer):
-            _load_optimizer(part, state[name])
-        elif part is not accumulator:
-            part.load_state_dict(state[name])
-    accumulator.load_state_dict(state["accumulator"])  # again, since the parameters have changed
+            _load_optimizer(part, states[name])
+        else:
+            part.load_state_dict(states[name])
+    accumulator.load_state_dict(states["accumulator"])  # again, since the parameters have changed
+
+
+def _kinds(parts: Mapping[str, Any]) -> dict[str, str]:
+    """The class of each part but the models, which may be compiled or wrapped."""
+    return {name: type(part).__qualname__ for name, part in parts.items() if not isinstance(part, nn.Module)}
+
+
+def _names_of_parameters(parts: Mapping[str, Any]) -> list[str]:
+    """The names of the optimizer's parameters, in its order, by which its state is saved."""
+    names = {p: name.replace("_orig_mod.", "").removeprefix("module.") for name, p in parts["model"].named_parameters()}
+    groups = parts["optimizer"].param_groups
+    return [names.get(p, "a parameter of another model") for group in groups for p in group["params"]]
 
 
 def _generators_of(data: Any) -> list[torch.Generator]:

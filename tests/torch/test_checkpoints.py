@@ -377,7 +377,63 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     assert "accumulator, ema, model, optimizer" in refused(tmp_path, net(), ema=net())
     other = net()
     kind = torch.optim.SGD(other.parameters(), lr=0.1)
-    assert "only the optimizer of the checkpoint has the option amsgrad" in refused(tmp_path, other, kind)
+    assert "the optimizer of the checkpoint is AdamW, that of this run is SGD" in refused(tmp_path, other, kind)
+
+
+def test_another_schedule_or_order_changes_nothing(tmp_path: Path) -> None:
+    def trained(schedule: Any = torch.optim.lr_scheduler.StepLR, *, is_reversed: bool = False) -> tuple[Any, Any]:
+        model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False))
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters[::-1] if is_reversed else parameters)
+        return model, Accumulator(model, optimizer, loss, 5, scheduler=schedule(optimizer, 5))
+
+    def refused(model: nn.Module, accumulator: Accumulator) -> str:
+        before = [p.detach().clone() for p in model.parameters()]
+        with Checkpoints(tmp_path, accumulator) as checkpoints, pytest.raises(StateError) as error:
+            checkpoints.restore()
+        assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+        assert not accumulator.optimizer.state
+        return str(error.value)
+
+    with Checkpoints(tmp_path, trained()[1]) as checkpoints:
+        checkpoints.save(wait=True)
+    text = refused(*trained(torch.optim.lr_scheduler.CosineAnnealingLR))
+    assert "the scheduler of the checkpoint is StepLR, that of this run is CosineAnnealingLR" in text
+    text = refused(*trained(is_reversed=True))
+    assert "the optimizer holds 1.weight where it held 0.weight when the checkpoint was saved" in text
+    with Checkpoints(tmp_path, trained()[1]) as checkpoints:
+        assert checkpoints.restore()
+
+
+class Counter:
+    """Something of the user's that is saved along."""
+
+    def __init__(self, num: int, *, is_picky: bool = False) -> None:
+        self.num, self.is_picky = num, is_picky
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num": self.num}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.is_picky:
+            raise ValueError("not this one")
+        self.num = state["num"]
+
+
+def test_one_that_refuses_its_state_leaves_all_as_it_was(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, Loop(tmp_path / "a").accumulator, one=Counter(1), two=Counter(2)) as checkpoints:
+        checkpoints.save(wait=True)
+    loop = Loop(tmp_path / "b")
+    model, one = loop.accumulator.model, Counter(10)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    before = [p.detach().clone() for p in model.parameters()]
+    checkpoints = Checkpoints(tmp_path, loop.accumulator, one=one, two=Counter(20, is_picky=True))
+    with pytest.raises(StateError, match="not this one"):
+        checkpoints.restore()
+    assert one.num == 10
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
 def test_what_is_saved_along_and_does_not_fit_changes_nothing(tmp_path: Path) -> None:
@@ -440,7 +496,7 @@ def test_what_would_run_code_is_not_saved(tmp_path: Path) -> None:
             return {"f": {"inner": print}}
 
     checkpoints = Checkpoints(tmp_path, Loop(tmp_path / "a").accumulator, odd=Odd())
-    with pytest.raises(StateError, match="trained/odd/f/inner is a builtin_function_or_method"):
+    with pytest.raises(StateError, match="trained/parts/odd/f/inner is a builtin_function_or_method"):
         checkpoints.save()
 
 
