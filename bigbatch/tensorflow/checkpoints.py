@@ -76,11 +76,11 @@ class Checkpoints(Resumable):
                 raise OSError(text) from error
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
         seeds = [v.numpy() for v in _seeds_of(self._model)]
-        return {"seeds": seeds, "optimizer": type(self._accumulator.optimizer).__qualname__}, files
+        return {"seeds": seeds, "optimizer": _kind(self._accumulator.optimizer)}, files
 
     def _load(self, state: Any, files: Mapping[str, bytes]) -> None:
         seeds = _seeds_of(self._model)
-        if state["optimizer"] != (own := type(self._accumulator.optimizer).__qualname__):
+        if state["optimizer"] != (own := _kind(self._accumulator.optimizer)):
             raise StateError(
                 f"the optimizer of the checkpoint is {state['optimizer']}, that of this run is {own}: continue with "
                 "the kind that was saved"
@@ -145,6 +145,12 @@ class _Progress:
     def _fetched(self) -> list[int]:
         num_steps, *num_micro_batches = map(int, self._counts)
         return [num_steps, *(num_micro_batches or [0])]
+
+
+def _kind(optimizer: Any) -> str:
+    """The class of an optimizer, and of the one inside of a LossScaleOptimizer."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return type(optimizer).__qualname__ + ("" if inner is None else f" with {_kind(inner)}")
 
 
 def _described(reader: Any) -> dict[str, tuple[Any, list[int]]]:

@@ -118,6 +118,18 @@ def test_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, loop.model.variables, strict=True))
 
 
+def test_another_optimizer_changes_nothing(tmp_path: Path) -> None:
+    Loop(tmp_path).run(2)
+    loop = Loop(tmp_path)
+    saved = type(loop.accumulator.optimizer).__name__
+    other = Accumulator(loop.model, tf.keras.optimizers.Ftrl(), loss, 6)
+    before = [v.numpy().copy() for v in loop.model.variables]
+    with Checkpoints(tmp_path, other) as checkpoints, pytest.raises(StateError) as error:
+        checkpoints.restore()
+    assert f"the optimizer of the checkpoint is {saved}, that of this run is Ftrl" in str(error.value)
+    assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, loop.model.variables, strict=True))
+
+
 def test_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path: Path) -> None:
     whole = Loop(tmp_path / "whole").run()
     Loop(tmp_path / "broken").run(6)
