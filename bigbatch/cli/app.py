@@ -20,7 +20,7 @@ from .. import __version__
 from ..core.errors import BigBatchError, BigBatchWarning, OptionError
 from ..core.text import to_json
 from . import errors
-from .config import FLAGS, VERIFY_FLAGS, check_given, check_same_data, merged, read_toml
+from .config import FLAGS, VERIFY_FLAGS, check_same_data, merged, read_toml
 from .errors import TaskRaisedError
 from .run.ranks import here, ranks_of, refuse_several
 from .task import load_task
@@ -163,7 +163,6 @@ def train(
         raise OptionError(
             f"--resume {resume} continues in its own folder with its own options: leave out --out and --config"
         )
-    flags["micro_batch_size"] = _as_number(flags["micro_batch_size"])
     framework = flags.pop("framework")
     file = read_toml(config) if config is not None else {}
     if resume is not None:
@@ -171,7 +170,6 @@ def train(
         check_same_data(flags, file)
     out = out or (Path(file.pop("out")) if "out" in file else None)
     quiet, as_json = quiet or bool(file.pop("quiet", False)), as_json or bool(file.pop("json", False))
-    check_given(task, flags, file)
     found = load_task(task, framework or (file.get("framework") if not Path(task).suffix else None))
     chosen = merged(found, flags, file)
     folder = resume or out or Path("runs") / f"{found.name}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -201,7 +199,6 @@ def verify(
     from .engines.engine import make_engine
 
     refuse_several("verify")
-    flags["micro_batch_size"] = _as_number(flags["micro_batch_size"])
     found = load_task(task, flags.pop("framework"))
     chosen = merged(found, flags, {})
     batch = next(found.epoch(batch_size=chosen.batch_size, epoch=0, seed=chosen.seed), None)
@@ -238,14 +235,6 @@ def doctor() -> None:
 
     refuse_several("doctor")
     examine(Console())
-
-
-def _as_number(text: str | None) -> int | str | None:
-    """The text as a number, if it is one; the check of the option refuses everything else."""
-    try:
-        return None if text is None else int(text)
-    except ValueError:
-        return text
 
 
 def _print_json(found: dict[str, Any]) -> None:
