@@ -36,21 +36,27 @@ class KerasEngine(Engine):
         randomness.seed_keras(config.seed)
         keras.config.set_dtype_policy(POLICIES[config.precision])
         self.micro_batch_size = config.micro_batch_size
-        self.model = self._make_model()
+        with their_own_errors():
+            self.model = task.model()
+        check_kind(task, self.model, keras.Model)
         if not self.model.compiled:
-            optimizer = make_optimizer(task, self.model, config)
-            for name, value in config.for_framework().items():
-                setattr(inner(optimizer), name, value)
-            self.model.compile(optimizer=optimizer, loss=task.loss)
+            self.model.compile(optimizer=make_optimizer(task, self.model, config), loss=task.loss)
+        self._set_clipping(config.for_framework())
         with their_own_errors():
             accumulate(self.model, config.micro_batch_size)
         self._peak = HostPeak()
 
-    def _make_model(self) -> Any:
-        with their_own_errors():
-            model = self.task.model()
-        check_kind(self.task, model, keras.Model)
-        return model
+    def _set_clipping(self, options: dict[str, float]) -> None:
+        """Sets what --clip-norm asks for, also if the task compiled the model itself."""
+        optimizer = inner(self.model.optimizer)
+        for name, value in options.items():
+            for own in ("clipnorm", "clipvalue"):
+                if (limit := getattr(optimizer, own, None)) is not None:
+                    raise OptionError(
+                        f"the optimizer of {self.task.name} has {own}={limit}, and Keras clips in one way only: "
+                        "leave out --clip-norm, or the argument of the optimizer"
+                    )
+            setattr(optimizer, name, value)
 
     def step(self, batch: Any) -> Step:
         num = self.num_samples(batch)
