@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import jax
@@ -11,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ...core.errors import OptionError, WeightError
+from ...core.errors import OptionError
+from ...core.nonfinite import NonFinite, place_in
 from ...core.step import Step
 from ...core.verify.result import Verification
-from ...core.weight import as_plain, as_terms, counted, from_terms, share
+from ...core.weight import as_plain, as_terms, check_weight, counted, from_terms, share
 from ...core.window import cuts
 from ...jax import value_and_grad, verify
 from ...jax.arguments import ArgumentLayout, Arrays, num_rows, split_arguments
 from ...jax.checkpoints import arrays_of, by_path, tree_of
-from ...jax.checks import is_finite, parameter_name
+from ...jax.checks import checked_weight, is_finite, parameter_name
 from ..config import Config
 from ..errors import TaskError
 from ..task import Task, call_with, their_own_errors
@@ -32,8 +32,7 @@ class JaxEngine(Engine):
     def __init__(self, task: Task, config: Config) -> None:
         if config.precision == "fp16":
             raise OptionError(
-                f"--precision fp16 needs a scaled loss, which {task.name}, a task of jax, does not have: "
-                "pass --precision bf16"
+                "--precision fp16 needs loss scaling, which JAX tasks do not support: pass --precision bf16"
             )
         self.task, self.config = task, config
         self._device = _device_of(config.device)
@@ -41,6 +40,7 @@ class JaxEngine(Engine):
         self._takes_key = "key" in inspect.signature(task.loss).parameters
         self._lr = config.scaled_lr
         self.num_steps = 0
+        self._nonfinite = NonFinite(config.on_nonfinite)  # type: ignore[arg-type]
         with self._at_work():
             model = call_with(task.model, {"seed": config.seed})
             self.parameters, self._rest = _partition(task, model)
@@ -64,15 +64,17 @@ class JaxEngine(Engine):
     ) -> tuple[Any, Any, dict[str, Any]]:
         """The next parameters, the next state of the optimizer, and the numbers for the `Step`.
 
-        Parameters and state do not change if the gradient is not finite or the total weight is zero or wrong.
+        Parameters and state do not change if the gradient is not finite, as it is with a wrong weight, or if the total
+        weight is zero.
         """
         (_, batch), _ = layout.bind(arrays)
         (value, found), gradient = self._value_and_grad(parameters, batch, *self._keys(number))
         found["grad_norm"] = optax.tree.norm(gradient)
-        has_weight = jnp.stack([weight != 0 for weight in found["weights"]]).any()
-        found["is_applied"] = is_finite(gradient) & has_weight & (found["num_wrong"] == 0)
-        if (max_norm := self.config.for_framework().get("max_norm")) is not None:
-            gradient, _ = optax.clip_by_global_norm(max_norm).update(gradient, optax.EmptyState())
+        has_weight = jnp.stack(found["weights"]).any()
+        checked = (gradient, value) if self._nonfinite.needs_finite_loss else gradient
+        found["is_applied"] = is_finite(checked) & has_weight
+        if self.config.clip_norm is not None:
+            gradient, _ = optax.clip_by_global_norm(self.config.clip_norm).update(gradient, optax.EmptyState())
         optimizer = optax.with_extra_args_support(self._optimizer(parameters, lr))
         updates, next_state = optimizer.update(gradient, state, parameters, value=value)
         after = optax.apply_updates(parameters, updates), next_state
@@ -83,14 +85,10 @@ class JaxEngine(Engine):
         """The terms of the loss, and for the `Step` sums over the micro-batches."""
         given = parameters, batch
         terms = as_terms(self._loss(*(_as_bf16(given) if self.config.precision == "bf16" else given), *keys))
-        terms = tuple(jnp.asarray(term, jnp.promote_types(jnp.result_type(term), jnp.float32)) for term in terms)
         found = (self.num_samples(batch),) * len(terms) if self.task.weight is None else self.task.weight(batch)
-        weights = [jnp.sum(jnp.asarray(weight)) for weight in as_terms(found)]
-        return terms, {
-            "sums": [counted(term, w, jnp.where) for term, w in zip(terms, weights, strict=False)],
-            "weights": weights,
-            "num_wrong": sum(jnp.where((weight >= 0) & jnp.isfinite(weight), 0, 1) for weight in weights),
-        }
+        weights = [jnp.asarray(checked_weight(weight, jnp.float32), jnp.float32) for weight in as_terms(found)]
+        sums = [counted(term, w, jnp.where) for term, w in zip(terms, weights, strict=False)]
+        return terms, {"sums": sums, "weights": weights}
 
     def _loss(self, parameters: Any, batch: Any, *keys: Any) -> Any:
         by_name = {"key": keys[0]} if keys else {}
@@ -128,28 +126,27 @@ class JaxEngine(Engine):
                 self._compiled[shapes] = self._step.lower(layout, *given).compile()
             self.parameters, self.optimizer_state, found = self._compiled[shapes](*given)
         self.num_steps += 1
+        numbers = jax.device_get(found)
+        weights = check_weight(tuple(as_plain(weight.item()) for weight in numbers["weights"]), of="the batch")
+        terms = tuple(map(share, map(float, numbers["sums"]), weights))
+        if numbers["is_applied"]:
+            self._nonfinite.applied()
+        elif any(weights):
+            self._nonfinite.skipped(self.num_steps, place_in(terms) or "the gradient", is_overflow=False)
+            self._nonfinite.check(self.num_steps)
         size = self.config.micro_batch_size
-
-        @cache
-        def fetched() -> dict[str, Any]:
-            numbers: dict[str, Any] = jax.device_get(found)
-            if num := int(numbers["num_wrong"]):
-                raise WeightError(
-                    f"weight() of {self.task.name} returned a number that is negative or not finite {num} "
-                    f"time{'s' * (num != 1)} in one batch: a weight says over how many samples or tokens the loss is "
-                    "a mean"
-                )
-            numbers["weights"] = [as_plain(weight.item()) for weight in numbers["weights"]]
-            return numbers
-
         return Step(
-            terms=lambda: tuple(map(share, map(float, fetched()["sums"]), fetched()["weights"])),
-            weight=lambda: from_terms(tuple(fetched()["weights"])),
-            grad_norm=lambda: float(fetched()["grad_norm"]),
+            terms=terms,
+            weight=from_terms(weights),
+            grad_norm=float(numbers["grad_norm"]),
             num_micro_batches=len(cuts(num_rows(arrays), size)),
             micro_batch_size=size,
-            is_applied=lambda: bool(fetched()["is_applied"]),
+            is_applied=bool(numbers["is_applied"]),
         )
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._nonfinite.is_stopped
 
     def set_lr(self, lr: float) -> None:
         self._lr = lr
@@ -176,12 +173,14 @@ class JaxEngine(Engine):
         return int(max(peaks)) if peaks else None
 
     def state(self) -> dict[str, Any]:
-        return {"arrays": arrays_of(self._all()), "num_steps": self.num_steps}
+        arrays = arrays_of(self._all())
+        return {"arrays": arrays, "num_steps": self.num_steps, "skipped": self._nonfinite.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
-        found = tree_of(state["arrays"], like=self._all())
+        found, skipped = tree_of(state["arrays"], like=self._all()), NonFinite.read(state.get("skipped", {}))
         self.parameters, self.optimizer_state = found["parameters"], found["optimizer"]
         self.num_steps = state["num_steps"]
+        self._nonfinite.load_state_dict(skipped)
 
     def _all(self) -> dict[str, Any]:
         return {"parameters": self.parameters, "optimizer": self.optimizer_state}

@@ -73,7 +73,8 @@ class TorchEngine(Engine):
     def step(self, batch: Any) -> Step:
         batch = self._on_device(self.ranks.share(default_convert(batch)))
         if self._peak is None:
-            self._warm_up(batch)
+            if batch is not None:
+                self._warm_up(batch)
             self._peak = HostPeak()
             if self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
