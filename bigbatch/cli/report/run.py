@@ -3,6 +3,7 @@
 import json
 import tomllib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,8 @@ class Run:
     """The full-batch training, if there was one and it finished."""
 
 
-@dataclass(frozen=True)
-class _Time:
-    """A line of times.jsonl."""
-
-    step: int
-    seconds: float | None
-
-
 def read_run(folder: Path) -> Run:
-    """Reads a run folder. If the last line of the history was cut off when the run was killed, it is left out."""
+    """Reads a run folder; raises StateError if it is not one, or damaged."""
     if not folder.is_dir():
         raise StateError(f"{folder} is not a folder: pass a run folder that `bigbatch train` wrote")
     missing = [name for name in _FILES if not (folder / name).is_file()]
@@ -50,10 +43,9 @@ def read_run(folder: Path) -> Run:
         raise StateError(f"{folder / missing[0]} is missing, so the run did not get to its end: {_REMEDY}")
     config = _read(folder / CONFIG, lambda content: tomllib.loads(content.decode()))
     summary = _read(folder / SUMMARY, lambda content: parse(Summary, json.loads(content)))
-    records = _read(folder / HISTORY, lambda content: _parse_lines(Record, content))
+    records = _read(folder / HISTORY, lambda content: [parse(Record, line) for line in _lines(content)])
     if (folder / TIMES).is_file():
-        times = _read(folder / TIMES, lambda content: _parse_lines(_Time, content))
-        seconds = {time.step: time.seconds for time in times}
+        seconds = _read(folder / TIMES, lambda content: {line["step"]: line["seconds"] for line in _lines(content)})
         records = [replace(each, seconds=seconds.get(each.step)) for each in records]
     has_full_batch = summary.full_batch is not None and summary.full_batch.is_finished
     return Run(folder, config, summary, tuple(records), read_run(folder / FULL_BATCH) if has_full_batch else None)
@@ -64,20 +56,15 @@ def _read(file: Path, parse_content: Callable[[bytes], Any]) -> Any:
         return parse_content(file.read_bytes())
     except OSError as error:
         raise StateError(f"{file} cannot be read ({error.strerror}): {_REMEDY}") from error
-    except (ValueError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise StateError(f"{file} is damaged ({reason}): {_REMEDY}") from error
 
 
-def _parse_lines(kind: Any, content: bytes) -> list[Any]:
-    """Parses one JSON object per line."""
-    lines = content.split(b"\n")
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(parse(kind, json.loads(line)))
-        except ValueError as error:
-            is_cut_off = number == len(lines) and isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
-            if not is_cut_off:  # the last line is empty, unless the run was killed while it wrote
-                raise ValueError(f"line {number}: {error}") from error
+def _lines(content: bytes) -> list[Any]:
+    """The JSON objects of the lines, without a last one that was cut off when the run was killed."""
+    *lines, last = content.split(b"\n")
+    found = [json.loads(line) for line in lines]
+    with suppress(ValueError):
+        found.append(json.loads(last))
     return found
