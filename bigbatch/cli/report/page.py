@@ -9,7 +9,7 @@ from ...core.checkpoint.files import write_whole
 from ...core.errors import OptionError
 from .curves import make_plots
 from .run import Run, read_run
-from .tables import FACTS, configuration, distances, figures, verifications
+from .tables import FACTS, configuration, figures, verifications
 from .text import exact, headline, listed, remarks
 
 
@@ -49,7 +49,6 @@ def _render(names: Sequence[str], runs: Sequence[Run]) -> str:
         remarks=[remarks(run) for run in runs],
         facts=FACTS,
         figures=figures(names, runs),
-        distances=distances(names, runs),
         plots=[plot for plot in plots if plot.drawing],
         not_drawn=[plot for plot in plots if not plot.drawing],
         verifications=verifications(names, runs),

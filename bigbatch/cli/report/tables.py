@@ -9,7 +9,7 @@ from typing import Any
 from ...core.verify.result import Verification
 from ..summary import FullBatch, Summary
 from .run import Run
-from .text import Number, count, difference, duration, exact, number, rate, size, times
+from .text import Number, count, difference, duration, exact, number, rate, size
 
 
 @dataclass(frozen=True)
@@ -98,19 +98,20 @@ def measures(summaries: Sequence[Summary]) -> list[_Measure]:
 
 def figures(names: Sequence[str], runs: Sequence[Run]) -> Table:
     """One run: accumulated beside the full batch. Several: one column for each."""
-    return _figures_of_one(names[0], runs[0]) if len(runs) == 1 else _figures_of_several(names, runs)
-
-
-def _figures_of_one(name: str, run: Run) -> Table:
+    if len(runs) > 1:
+        return _figures_of_several(names, runs)
+    name, run = names[0], runs[0]
     summary, full = run.summary, run.summary.full_batch
     if full is None or not full.is_finished:
-        rows = tuple(_Row(measure.label, (measure.cell(name, summary),)) for measure in measures([summary]))
-        return Table(("Accumulated",), rows)
-    rows = tuple(
+        return Table(
+            ("Accumulated",), tuple(_Row(each.label, (each.cell(name, summary),)) for each in measures([summary]))
+        )
+    rows = [
         _Row(each.label, (each.cell(name, summary), each.cell(name, full), _difference(name, each, summary, full)))
         for each in measures([summary])
-    )
-    return Table(("Accumulated", "Full batch", "Difference"), rows)
+    ]
+    rows += [_Row(label, (_Cell(""), _Cell(""), _distance(name, summary, key))) for key, label in _DISTANCES]
+    return Table(("Accumulated", "Full batch", "Difference"), tuple(rows))
 
 
 def _figures_of_several(names: Sequence[str], runs: Sequence[Run]) -> Table:
@@ -130,13 +131,6 @@ def _figures_of_several(names: Sequence[str], runs: Sequence[Run]) -> Table:
         rows.append(_Row("Difference"))
         rows += [_Row(label, tuple(_distance(*pair, key) for pair in pairs)) for key, label in _DISTANCES]
     return Table(tuple(names), tuple(rows))
-
-
-def distances(names: Sequence[str], runs: Sequence[Run]) -> Table:
-    """How far one run ended from its full batch; for several runs `figures` has it."""
-    has_rows = len(runs) == 1 and runs[0].summary.comparison is not None
-    rows = [_Row(label, (_distance(names[0], runs[0].summary, key),)) for key, label in _DISTANCES if has_rows]
-    return Table(("Accumulated against full batch",), tuple(rows))
 
 
 def _cell(run: str, key: str, value: Number | None, write: Callable[[Any], str]) -> _Cell:
@@ -169,7 +163,7 @@ def _difference(run: str, measure: _Measure, summary: Summary, full: FullBatch) 
         return _Cell(text, f"difference.{measure.key}", exact(distance), run)
     if theirs <= 0:
         return _Cell("not comparable")
-    return _Cell(times(ours / theirs), f"ratio.{measure.key}", exact(ours / theirs), run)
+    return _Cell(f"{ours / theirs:.3g} times", f"ratio.{measure.key}", exact(ours / theirs), run)
 
 
 def verifications(names: Sequence[str], runs: Sequence[Run]) -> list[_Verdict]:

@@ -64,10 +64,6 @@ def size(num_bytes: Number | None) -> str:
     return f"{count:.0f} {name}" if count >= 100 or unit == 1 else f"{count:.3g} {name}"
 
 
-def times(ratio: float) -> str:
-    return f"{ratio:.3g} times"
-
-
 def count(num: int, noun: str) -> str:
     """'1 step', '48 steps', '2 micro-batches'."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"

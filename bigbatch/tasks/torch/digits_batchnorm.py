@@ -12,17 +12,7 @@ __all__ = ["batches", "defaults", "evaluate", "loss", "model"]
 
 
 def model() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 8)),
-        nn.Conv2d(1, 16, 3, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.GELU(),
-        nn.Conv2d(16, 16, 3, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.GELU(),
-        nn.Conv2d(16, 32, 3, stride=2, bias=False),
-        nn.BatchNorm2d(32),
-        nn.GELU(),
-        nn.Flatten(),
-        nn.Linear(3 * 3 * 32, 10),
-    )
+    layers: list[nn.Module] = [nn.Unflatten(1, (1, 8))]
+    for before, after, stride, padding in ((1, 16, 1, 1), (16, 16, 1, 1), (16, 32, 2, 0)):
+        layers += [nn.Conv2d(before, after, 3, stride, padding, bias=False), nn.BatchNorm2d(after), nn.GELU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(3 * 3 * 32, 10))
