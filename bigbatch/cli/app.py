@@ -1,7 +1,6 @@
 """The commands, their options, and how they end."""
 
 import inspect
-import json
 import os
 import sys
 import traceback
@@ -18,11 +17,11 @@ from rich.console import Console
 
 from .. import __version__
 from ..core.errors import BigBatchError, BigBatchWarning, OptionError
-from ..core.text import to_json
+from ..core.text import json_line
 from . import errors
 from .config import FLAGS, VERIFY_FLAGS, check_same_data, merged, read_toml
 from .errors import TaskRaisedError
-from .run.ranks import here, ranks_of, refuse_several
+from .run.ranks import here, launch_of
 from .task import load_task
 
 app = typer.Typer(
@@ -173,7 +172,7 @@ def train(
     found = load_task(task, framework or (file.get("framework") if not Path(task).suffix else None))
     chosen = merged(found, flags, file)
     folder = resume or out or Path("runs") / f"{found.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    ranks = ranks_of(found)
+    ranks = launch_of(found)
     screen = Screen(is_quiet=quiet or as_json or not ranks.is_first)
     summary, code = run_training(found, chosen, folder, screen, ranks, is_resumed=resume is not None)
     if summary is None:
@@ -182,7 +181,7 @@ def train(
     if summary.status != "finished":
         screen.note(f"{summary.status}: to continue, bigbatch train {task} --resume {folder}")
     if as_json:
-        _print_json({**asdict(summary), "folder": str(folder)})
+        print(json_line({**asdict(summary), "folder": str(folder)}), end="")
     return code
 
 
@@ -198,15 +197,16 @@ def verify(
     """Compare the accumulated gradient of one batch with that of the full batch; exit code 1 if they differ."""
     from .engines.engine import make_engine
 
-    refuse_several("verify")
+    if (num := here().num) > 1:
+        raise OptionError(f"torchrun started {num} processes but bigbatch verify needs one: run it without torchrun")
     found = load_task(task, flags.pop("framework"))
     chosen = merged(found, flags, {})
     batch = next(found.epoch(batch_size=chosen.batch_size, epoch=0, seed=chosen.seed), None)
     if batch is None:
         raise OptionError(f"batches() of {found.name} gave 0 batches: there is nothing to verify")
-    verification = make_engine(found, chosen).verify(batch)
+    verification = make_engine(found, chosen, here()).verify(batch)
     if as_json:
-        _print_json(asdict(verification))
+        print(json_line(asdict(verification)), end="")
     else:
         print(f"{found.name}: batch of {chosen.batch_size} in micro-batches of {chosen.micro_batch_size}")
         print(verification)
@@ -222,7 +222,6 @@ def report(
     """Write one page about one or several run folders."""
     from .report.page import write_report
 
-    refuse_several("report")
     write_report(runs, out)
     print(out)
 
@@ -233,9 +232,4 @@ def doctor() -> None:
     """Show what is installed, which devices can be used, and what is missing."""
     from .doctor import examine
 
-    refuse_several("doctor")
     examine(Console())
-
-
-def _print_json(found: dict[str, Any]) -> None:
-    print(json.dumps(to_json(found), allow_nan=False))

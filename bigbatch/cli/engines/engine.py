@@ -13,13 +13,12 @@ from ...core.step import Step
 from ...core.verify.result import Verification
 from ..config import Config
 from ..errors import TaskError
-from ..run.ranks import Ranks
+from ..run.ranks import Launch
 from ..task import Task, their_own_errors
 
 EPSILON = 1e-5
 """Adam's epsilon if the task has no optimizer. With the usual 1e-8, rounding would move weights without a gradient."""
 
-_ALONE = Ranks()
 _CLASSES = {"torch": "TorchEngine", "tensorflow": "TensorFlowEngine", "keras": "KerasEngine", "jax": "JaxEngine"}
 
 
@@ -75,7 +74,7 @@ class Engine(Protocol):
         return False
 
 
-def make_engine(task: Task, config: Config, ranks: Ranks = _ALONE) -> Engine:
+def make_engine(task: Task, config: Config, ranks: Launch) -> Engine:
     """Creates the engine of the task. Its framework is imported here and not before."""
     random.seed(config.seed)
     np.random.seed(config.seed)

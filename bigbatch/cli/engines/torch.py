@@ -22,7 +22,7 @@ from ..config import Config
 from ..errors import TaskError
 from ..run import randomness
 from ..run.memory import HostPeak
-from ..run.ranks import Ranks
+from ..run.ranks import Launch
 from ..task import Task, call_with, their_own_errors
 from .engine import EPSILON, Engine, check_kind, scores_of
 
@@ -33,7 +33,7 @@ class TorchEngine(Engine):
     to_array = staticmethod(to_array)
     from_array = staticmethod(from_array)
 
-    def __init__(self, task: Task, config: Config, ranks: Ranks) -> None:
+    def __init__(self, task: Task, config: Config, ranks: Launch) -> None:
         self.task, self.ranks, self.seed = task, ranks, config.seed
         self._device = ranks.join(_device_of(config.device))
         self.device = str(self._device)

@@ -14,10 +14,10 @@ from torch.utils.data import default_convert
 
 from ...core.errors import BatchError, OptionError, RankError, StateError
 from ...torch import batch as nest
-from ..run.ranks import Ranks
+from ..run.ranks import Launch
 
 
-class TorchRanks(Ranks):
+class TorchLaunch(Launch):
     """Every rank draws the same batches and takes its part of each."""
 
     def join(self, device: torch.device) -> torch.device:
@@ -56,10 +56,7 @@ class TorchRanks(Ranks):
 
     def agree(self, is_wanted: bool, *of_all: Any) -> bool:
         checksum = zlib.crc32(repr([_sample(part) for part in of_all]).encode())
-        numbers = torch.tensor([is_wanted, checksum, -checksum])
-        with _report_ended_ranks():
-            dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        is_any, largest, smallest = numbers.tolist()
+        is_any, largest, smallest = _largest(is_wanted, checksum, -checksum)
         if largest != -smallest:
             raise BatchError(
                 f"batches() did not give all {self.num} ranks the same batches: give every rank all the data in the "
@@ -68,14 +65,11 @@ class TorchRanks(Ranks):
         return bool(is_any)
 
     def check_place(self, num_steps: int) -> None:
-        numbers = torch.tensor([num_steps, -num_steps])
-        with _report_ended_ranks():
-            dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        most, fewest = numbers.abs().tolist()
-        if most != fewest:
+        most, fewest = _largest(num_steps, -num_steps)
+        if most != -fewest:
             raise StateError(
-                f"one rank found a checkpoint of {most} steps and another one of {fewest}: make sure that all machines "
-                "see the same run folder"
+                f"one rank found a checkpoint of {most} steps and another one of {-fewest}: make sure that all "
+                "machines see the same run folder"
             )
 
     def end(self) -> None:
@@ -91,6 +85,14 @@ class _Together(DistributedDataParallel):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+def _largest(*numbers: int) -> list[int]:
+    """The largest of each number on any rank."""
+    found = torch.tensor(numbers)
+    with _report_ended_ranks():
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
 
 
 def _sample(part: Any) -> Any:

@@ -11,14 +11,14 @@ import numpy as np
 from safetensors.numpy import load_file, save
 
 from ...core.checkpoint.files import write_whole
-from ...core.errors import OptionError, StateError
-from ...core.text import to_json
+from ...core.checkpoint.loop import HISTORY
+from ...core.errors import OptionError
+from ...core.text import json_line, to_json
 from ..config import Config
 from ..summary import Record, Summary
 
-CONFIG, HISTORY, TIMES, SUMMARY, REPORT = "config.toml", "history.jsonl", "times.jsonl", "summary.json", "report.html"
-FULL_BATCH, CHECKPOINTS = "full_batch", "checkpoints"
-_MODEL = "model.safetensors"
+CONFIG, TIMES, SUMMARY, REPORT = "config.toml", "times.jsonl", "summary.json", "report.html"
+FULL_BATCH, CHECKPOINTS, _MODEL = "full_batch", "checkpoints", "model.safetensors"
 
 
 class RunFolder:
@@ -53,10 +53,10 @@ class RunFolder:
         self._add(HISTORY, line)
         self._add(TIMES, {"step": record.step, "seconds": seconds})
 
-    def _add(self, name: str, line: Mapping[str, Any]) -> None:
+    def _add(self, name: str, line: dict[str, Any]) -> None:
         if name not in self._open:
             self._open[name] = (self.path / name).open("a+", encoding="utf-8")
-        self._open[name].write(json.dumps(to_json(line), allow_nan=False) + "\n")
+        self._open[name].write(json_line(line))
         self._open[name].flush()
 
     def close(self) -> None:
@@ -77,15 +77,8 @@ class RunFolder:
         path = self.path / TIMES
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last one is empty or cut off
         num_steps = history.count(b"\n")
-        lost = [json.dumps({"step": step, "seconds": None}).encode() for step in range(len(lines), num_steps)]
-        write_whole(path, b"".join(line + b"\n" for line in (*lines[:num_steps], *lost)))
-
-    def refuse_without_checkpoint(self) -> None:
-        """Raises StateError if the run ended; one that was killed before its first checkpoint can start again."""
-        if (self.path / SUMMARY).exists():
-            raise StateError(
-                f"{self.path} has a run that ended, but no checkpoint to continue from: start again without --resume"
-            )
+        lost = "".join(json_line({"step": step, "seconds": None}) for step in range(len(lines), num_steps))
+        write_whole(path, b"".join(line + b"\n" for line in lines[:num_steps]) + lost.encode())
 
     def clear(self) -> None:
         """Removes the files that would keep another run from starting here."""
