@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...core.checkpoint.loop import HISTORY
 from ...core.errors import StateError
-from ..run.folder import CONFIG, FULL_BATCH, HISTORY, SUMMARY, TIMES
+from ..run.folder import CONFIG, FULL_BATCH, SUMMARY, TIMES
 from ..summary import Record, Summary, parse
 
 _FILES = (CONFIG, HISTORY, SUMMARY)

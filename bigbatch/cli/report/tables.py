@@ -21,6 +21,7 @@ class _Cell:
     value: str = ""
     run: str = ""
     note: str = ""
+    kind: str = "key"  # or "error", where the key is the name of a parameter
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class _Verdict:
     run: str
     found: Verification
     sentence: str
-    errors: list[_Cell]
+    errors: list[_Row]
 
 
 @dataclass(frozen=True)
@@ -177,8 +178,11 @@ def verifications(names: Sequence[str], runs: Sequence[Run]) -> list[_Verdict]:
                 f"and {difference(found.tolerance)} is allowed."
             )
             errors = sorted(found.errors.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
-            cells = [_Cell(difference(error), parameter, exact(error), name) for parameter, error in errors]
-            verdicts.append(_Verdict(name, found, sentence, cells))
+            rows = [
+                _Row(parameter, (_Cell(difference(error), parameter, exact(error), name, kind="error"),))
+                for parameter, error in errors
+            ]
+            verdicts.append(_Verdict(name, found, sentence, rows))
     return verdicts
 
 
