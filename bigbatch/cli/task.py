@@ -80,6 +80,18 @@ def their_own_errors() -> Iterator[None]:
         raise TaskRaisedError(error) from error
 
 
+@contextmanager
+def missing_extras(task: str, framework: str) -> Iterator[None]:
+    """Says what to install if the framework of a task cannot be imported."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in (*FRAMEWORKS, "optax"):
+            raise
+        remedy = f'pip install "bigbatch[{framework}]"'
+        raise MissingExtraError(f"{task} for {framework} needs {error.name}: {remedy}") from error
+
+
 def call_with(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     """Calls a function with those of the arguments that it has parameters for.
 
@@ -103,13 +115,8 @@ def load_task(name: str, framework: str | None) -> Task:
         framework = framework or "torch"
         if framework not in FRAMEWORKS:
             raise TaskError(f"there is no {name} for {framework}: pass --framework {' or '.join(FRAMEWORKS)}")
-        try:
+        with missing_extras(name, framework):
             module = importlib.import_module(f"bigbatch.tasks.{framework}.{name.replace('-', '_')}")
-        except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] not in (*FRAMEWORKS, "optax"):
-                raise
-            extra = f'pip install "bigbatch[{framework}]"'
-            raise MissingExtraError(f"{name} for {framework} needs {error.name}: {extra}") from error
         return _task_in(module, name, name, framework)
     path = Path(name)
     if not path.is_file():

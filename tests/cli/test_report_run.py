@@ -35,18 +35,6 @@ def test_last_line_without_a_newline_counts_if_it_is_complete(tmp_path):
     assert len(read_run(folder).records) == 48
 
 
-def test_times_may_be_in_the_history(tmp_path):
-    folder = write_run(tmp_path / "run", has_full_batch=False)
-    new = read_run(folder)
-    times = [json.loads(line) for line in (folder / "times.jsonl").read_text().splitlines()]
-    records = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
-    assert [record.seconds for record in new.records] == [time["seconds"] for time in times]
-    both = ({**record, **time} for record, time in zip(records, times, strict=True))
-    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in both))
-    (folder / "times.jsonl").unlink()
-    assert read_run(folder).records == new.records
-
-
 def test_lost_times_are_left_out(tmp_path):
     folder = write_run(tmp_path / "run")
     lines = (folder / "times.jsonl").read_text().splitlines(keepends=True)
@@ -59,18 +47,16 @@ def test_lost_times_are_left_out(tmp_path):
 
 
 def test_folder_without_a_run(tmp_path):
-    with pytest.raises(StateError, match=r"absent is not a folder: pass a run folder that `bigbatch train` wrote"):
+    with pytest.raises(StateError, match=r"absent/config.toml is missing: pass a folder in which `bigbatch train` has"):
         read_run(tmp_path / "absent")
-    with pytest.raises(StateError, match="is not a run folder, because it has none of config"):
-        read_run(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["", "full_batch"])
-@pytest.mark.parametrize("name", ["config.toml", "history.jsonl", "summary.json"])
+@pytest.mark.parametrize("name", ["config.toml", "history.jsonl", "times.jsonl", "summary.json"])
 def test_a_missing_file(tmp_path, part, name):
     folder = write_run(tmp_path / "run")
     (folder / part / name).unlink()
-    with pytest.raises(StateError, match=rf"{(folder / part / name)} is missing.*: train the run again"):
+    with pytest.raises(StateError, match=rf"{(folder / part / name)} is missing: pass a folder"):
         read_run(folder)
 
 
@@ -111,14 +97,3 @@ def test_a_damaged_file_is_named_with_the_remedy(tmp_path, kind):
     assert "\n" not in message
     assert len(message) < 400
     assert not (tmp_path / "report.html").exists()
-
-
-def test_unreadable_file_is_named(tmp_path, monkeypatch):
-    folder = write_run(tmp_path / "run")
-
-    def refuse(path):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(type(folder), "read_bytes", refuse)
-    with pytest.raises(StateError, match=r"config.toml cannot be read \(Permission denied\)"):
-        read_run(folder)

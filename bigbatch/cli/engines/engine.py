@@ -8,13 +8,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...core.checkpoint.serialize import Array, as_array
-from ...core.errors import MissingExtraError
 from ...core.step import Step
 from ...core.verify.result import Verification
 from ..config import Config
 from ..errors import TaskError
 from ..run.ranks import Launch
-from ..task import Task, their_own_errors
+from ..task import Task, missing_extras, their_own_errors
 
 EPSILON = 1e-5
 """Adam's epsilon if the task has no optimizer. With the usual 1e-8, rounding would move weights without a gradient."""
@@ -25,6 +24,8 @@ _CLASSES = {"torch": "TorchEngine", "tensorflow": "TensorFlowEngine", "keras": "
 class Engine(Protocol):
     """A model, its optimizer and its accumulator: one class for each framework."""
 
+    task: Task
+    model: Any
     device: str
 
     def step(self, batch: Any) -> Step:
@@ -41,6 +42,7 @@ class Engine(Protocol):
 
     def scores(self) -> dict[str, float]:
         """What the task's evaluate() returns."""
+        return scores_of(self.task, self.model)
 
     def peak_bytes(self) -> int | None:
         """What training added to the memory in use, at its peak; None if that is not known."""
@@ -78,12 +80,8 @@ def make_engine(task: Task, config: Config, ranks: Launch) -> Engine:
     """Creates the engine of the task. Its framework is imported here and not before."""
     random.seed(config.seed)
     np.random.seed(config.seed)
-    try:
+    with missing_extras(task.name, task.framework):
         module = importlib.import_module(f".{task.framework}", __package__)
-    except ModuleNotFoundError as error:
-        if error.name not in (task.framework, "optax"):
-            raise
-        raise MissingExtraError(f'{task.name} needs {error.name}: pip install "bigbatch[{task.framework}]"') from error
     kind = getattr(module, _CLASSES[task.framework])
     engine: Engine = kind(task, config, ranks) if task.framework == "torch" else kind(task, config)
     return engine

@@ -15,7 +15,7 @@ from ..errors import TaskError
 from ..run import randomness
 from ..run.memory import HostPeak
 from ..task import Task, call_with, their_own_errors
-from .engine import EPSILON, Engine, check_kind, scores_of
+from .engine import EPSILON, Engine, check_kind
 from .keras_state import load_variables, state_of_variables
 
 POLICIES = {"float32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
@@ -85,9 +85,6 @@ class KerasEngine(Engine):
 
     def weights(self) -> dict[str, np.ndarray]:
         return weights_of(self.model)
-
-    def scores(self) -> dict[str, float]:
-        return scores_of(self.task, self.model)
 
     def peak_bytes(self) -> int | None:
         return self._peak.num_bytes()

@@ -15,7 +15,7 @@ from ..config import Config
 from ..run import randomness
 from ..run.memory import HostPeak
 from ..task import Task, their_own_errors
-from .engine import Engine, check_kind, scores_of
+from .engine import Engine, check_kind
 from .keras import POLICIES, inner, make_optimizer, weights_of
 from .keras_state import load_variables, state_of_variables
 
@@ -58,9 +58,6 @@ class TensorFlowEngine(Engine):
 
     def weights(self) -> dict[str, np.ndarray]:
         return weights_of(self.model)
-
-    def scores(self) -> dict[str, float]:
-        return scores_of(self.task, self.model)
 
     def peak_bytes(self) -> int | None:
         if "GPU" in self.device:

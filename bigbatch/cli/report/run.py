@@ -13,9 +13,6 @@ from ...core.errors import StateError
 from ..run.folder import CONFIG, FULL_BATCH, SUMMARY, TIMES
 from ..summary import Record, Summary, parse
 
-_FILES = (CONFIG, HISTORY, SUMMARY)
-_REMEDY = "train the run again, or leave its folder out"
-
 
 @dataclass(frozen=True)
 class Run:
@@ -32,22 +29,14 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """Reads a run folder; raises StateError if it is not one, or damaged."""
-    if not folder.is_dir():
-        raise StateError(f"{folder} is not a folder: pass a run folder that `bigbatch train` wrote")
-    missing = [name for name in _FILES if not (folder / name).is_file()]
-    if len(missing) == len(_FILES):
-        raise StateError(
-            f"{folder} is not a run folder, because it has none of {', '.join(_FILES)}: "
-            "pass a folder that `bigbatch train` wrote"
-        )
-    if missing:
-        raise StateError(f"{folder / missing[0]} is missing, so the run did not get to its end: {_REMEDY}")
+    for name in (CONFIG, HISTORY, SUMMARY, TIMES):
+        if not (folder / name).is_file():
+            raise StateError(f"{folder / name} is missing: pass a folder in which `bigbatch train` has ended")
     config = _read(folder / CONFIG, lambda content: tomllib.loads(content.decode()))
     summary = _read(folder / SUMMARY, lambda content: parse(Summary, json.loads(content)))
     records = _read(folder / HISTORY, lambda content: [parse(Record, line) for line in _lines(content)])
-    if (folder / TIMES).is_file():
-        seconds = _read(folder / TIMES, lambda content: {line["step"]: line["seconds"] for line in _lines(content)})
-        records = [replace(each, seconds=seconds.get(each.step)) for each in records]
+    seconds = _read(folder / TIMES, lambda content: {line["step"]: line["seconds"] for line in _lines(content)})
+    records = [replace(each, seconds=seconds.get(each.step)) for each in records]
     has_full_batch = summary.full_batch is not None and summary.full_batch.is_finished
     return Run(folder, config, summary, tuple(records), read_run(folder / FULL_BATCH) if has_full_batch else None)
 
@@ -55,11 +44,9 @@ def read_run(folder: Path) -> Run:
 def _read(file: Path, parse_content: Callable[[bytes], Any]) -> Any:
     try:
         return parse_content(file.read_bytes())
-    except OSError as error:
-        raise StateError(f"{file} cannot be read ({error.strerror}): {_REMEDY}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise StateError(f"{file} is damaged ({reason}): {_REMEDY}") from error
+        raise StateError(f"{file} is damaged ({reason}): train the run again, or leave its folder out") from error
 
 
 def _lines(content: bytes) -> list[Any]:

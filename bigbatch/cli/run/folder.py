@@ -16,6 +16,7 @@ from ...core.errors import OptionError
 from ...core.text import json_line, to_json
 from ..config import Config
 from ..summary import Record, Summary
+from .tensorboard import EventFile
 
 CONFIG, TIMES, SUMMARY, REPORT = "config.toml", "times.jsonl", "summary.json", "report.html"
 FULL_BATCH, CHECKPOINTS, _MODEL = "full_batch", "checkpoints", "model.safetensors"
@@ -27,6 +28,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._open: dict[str, TextIO] = {}
+        self._events: EventFile | None = None
 
     @classmethod
     def create(cls, path: Path, *, is_resumed: bool = False) -> "RunFolder":
@@ -52,6 +54,8 @@ class RunFolder:
         seconds = line.pop("seconds")
         self._add(HISTORY, line)
         self._add(TIMES, {"step": record.step, "seconds": seconds})
+        if self._events is not None:
+            self._events.add(record)
 
     def _add(self, name: str, line: dict[str, Any]) -> None:
         if name not in self._open:
@@ -63,6 +67,8 @@ class RunFolder:
         for file in self._open.values():
             file.close()
         self._open = {}
+        if self._events is not None:
+            self._events.close()
 
     def history(self) -> bytes:
         """The history so far. The open file is read, if there is one: its name may lead to another file now."""
@@ -71,8 +77,9 @@ class RunFolder:
         self._open[HISTORY].seek(0)  # writing still appends
         return self._open[HISTORY].read().encode()
 
-    def begin_with(self, history: bytes) -> None:
+    def begin_with(self, history: bytes, *, has_events: bool = False) -> None:
         """Writes the history of the checkpoint, and makes the file of times as long: lost times are null."""
+        self._events = EventFile(self.path) if has_events else None
         write_whole(self.path / HISTORY, history)
         path = self.path / TIMES
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last one is empty or cut off
@@ -108,5 +115,5 @@ class ReadOnlyFolder(RunFolder):
     def add_step(self, record: Record) -> None:
         pass
 
-    def begin_with(self, history: bytes) -> None:
+    def begin_with(self, history: bytes, *, has_events: bool = False) -> None:
         pass

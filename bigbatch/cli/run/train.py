@@ -1,6 +1,5 @@
 """`bigbatch train`: the steps, the files they leave, and the comparison with the full batch."""
 
-import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -24,7 +23,6 @@ from .display import Screen
 from .folder import REPORT, SUMMARY, ReadOnlyFolder, RunFolder
 from .ranks import Launch
 from .signals import Interruption
-from .tensorboard import EventFile
 
 
 class _Training:
@@ -68,14 +66,13 @@ class _Training:
     def run(self) -> int:
         """Trains to the end. Returns 0, or the exit code of a run that ended early."""
         self.checkpoints.claim()
-        self.folder.begin_with(self.checkpoints.saved_history)
-        events = EventFile(self.folder.path) if self.config.tensorboard else None
+        self.folder.begin_with(self.checkpoints.saved_history, has_events=self.config.tensorboard)
         self.screen.start(self.task.name, self.num_wanted, self.checkpoints.num_batches)
         is_in_step = False
         try:
             with Interruption(self.engine.interrupt, self.screen.leave) as interruption:
                 try:
-                    self._train(interruption, events)
+                    self._train(interruption)
                 except Interrupted:
                     interruption.is_agreed = is_in_step = True
                 self.checkpoints.save_last(is_in_step=is_in_step)
@@ -88,24 +85,22 @@ class _Training:
             self.screen.end()
             self.folder.close()
             self.checkpoints.wait()
-            if events is not None:
-                events.close()
         if interruption.is_agreed:
             return interruption.code
         return STOPPED if self.engine.is_stopped else 0
 
-    def _train(self, interruption: Interruption, events: EventFile | None) -> None:
+    def _train(self, interruption: Interruption) -> None:
         steps, epochs = self.config.steps, self.config.epochs or 1
         if self.done.num_epochs >= epochs if steps is None else self.checkpoints.num_batches >= steps:
             return
         began = time.perf_counter() - self.done.seconds
         for batch, is_last in self.checkpoints.batches(self.batches, epochs if steps is None else sys.maxsize):
-            self._step(batch, is_last, began, events)
+            self._step(batch, is_last, began)
             interruption.is_agreed |= self.ranks.agree(interruption.is_asked, batch, is_last)
             if interruption.is_agreed or self.engine.is_stopped or self.checkpoints.num_batches == steps:
                 break
 
-    def _step(self, batch: object, is_last: bool, began: float, events: EventFile | None) -> None:
+    def _step(self, batch: object, is_last: bool, began: float) -> None:
         done = self.done
         lr = self.config.lr_at(done.num_applied, self.num_wanted)
         self.engine.set_lr(lr)
@@ -123,8 +118,6 @@ class _Training:
         self.peak_bytes = self.engine.peak_bytes()
         self.folder.add_step(record)
         self.checkpoints.count()  # from here on the batch counts as done
-        if events is not None:
-            events.add(record)
         self.screen.step(record, done.num_samples, self.peak_bytes)
 
     # --- what it leaves --------------------------------------------------------------------------------------
@@ -173,10 +166,7 @@ def train(
     task: Task, config: Config, out: Path, screen: Screen, ranks: Launch, *, is_resumed: bool = False
 ) -> tuple[Summary | None, int]:
     """Runs the whole job. Returns the summary, or None on ranks that only help with the steps; and the exit code."""
-    if ranks.is_first:
-        folder = RunFolder.create(out, is_resumed=is_resumed)
-    else:
-        folder, config = ReadOnlyFolder(out), dataclasses.replace(config, tensorboard=False)
+    folder = RunFolder.create(out, is_resumed=is_resumed) if ranks.is_first else ReadOnlyFolder(out)
     if not is_resumed:
         folder.write_config(config)
     training = _Training(task, config, folder, screen, ranks)
