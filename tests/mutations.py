@@ -229,10 +229,10 @@ cli: an interrupted batch counts as done after a resume | cli/run/checkpoints.py
 - return self.num_batches
 + return object()
 cli: random numbers are not restored | cli/run/checkpoints.py | test-cli test-crash
-- randomness.restore(found)
+- randomness.restore(saved)
 + pass
 cli: the batches draw other random numbers after a resume | cli/run/checkpoints.py | test-cli test-crash
-- data.stream.state = found["batches"]
+- data.stream.state = saved["batches"]
 + pass
 cli: the schedule begins anew after a resume | cli/run/checkpoints.py | test-cli test-crash
 - vars(self._done).update(done)

@@ -169,12 +169,12 @@ def train(
         check_same_data(flags, file)
     out = out or (Path(file.pop("out")) if "out" in file else None)
     quiet, as_json = quiet or bool(file.pop("quiet", False)), as_json or bool(file.pop("json", False))
-    found = load_task(task, framework or (file.get("framework") if not Path(task).suffix else None))
-    chosen = merged(found, flags, file)
-    folder = resume or out or Path("runs") / f"{found.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    ranks = launch_of(found)
+    loaded = load_task(task, framework or (file.get("framework") if not Path(task).suffix else None))
+    chosen = merged(loaded, flags, file)
+    folder = resume or out or Path("runs") / f"{loaded.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    ranks = launch_of(loaded)
     screen = Screen(is_quiet=quiet or as_json or not ranks.is_first)
-    summary, code = run_training(found, chosen, folder, screen, ranks, is_resumed=resume is not None)
+    summary, code = run_training(loaded, chosen, folder, screen, ranks, is_resumed=resume is not None)
     if summary is None:
         return None
     screen.summary(summary, folder)
@@ -199,16 +199,16 @@ def verify(
 
     if (num := here().num) > 1:
         raise OptionError(f"torchrun started {num} processes but bigbatch verify needs one: run it without torchrun")
-    found = load_task(task, flags.pop("framework"))
-    chosen = merged(found, flags, {})
-    batch = next(found.epoch(batch_size=chosen.batch_size, epoch=0, seed=chosen.seed), None)
+    loaded = load_task(task, flags.pop("framework"))
+    chosen = merged(loaded, flags, {})
+    batch = next(loaded.epoch(batch_size=chosen.batch_size, epoch=0, seed=chosen.seed), None)
     if batch is None:
-        raise OptionError(f"batches() of {found.name} gave 0 batches: there is nothing to verify")
-    verification = make_engine(found, chosen, here()).verify(batch)
+        raise OptionError(f"batches() of {loaded.name} gave 0 batches: there is nothing to verify")
+    verification = make_engine(loaded, chosen, here()).verify(batch)
     if as_json:
         print(json_line(asdict(verification)), end="")
     else:
-        print(f"{found.name}: batch of {chosen.batch_size} in micro-batches of {chosen.micro_batch_size}")
+        print(f"{loaded.name}: batch of {chosen.batch_size} in micro-batches of {chosen.micro_batch_size}")
         print(verification)
     return None if verification.is_exact else errors.NOT_EXACT
 

@@ -13,7 +13,7 @@ from ...core.verify.result import Verification
 from ..config import Config
 from ..errors import TaskError
 from ..run.ranks import Launch
-from ..task import Task, missing_extras, their_own_errors
+from ..task import Task, missing_extras, task_errors
 
 EPSILON = 1e-5
 """Adam's epsilon if the task has no optimizer. With the usual 1e-8, rounding would move weights without a gradient."""
@@ -91,13 +91,13 @@ def scores_of(task: Task, model: Any) -> dict[str, float]:
     """What the task's evaluate() returns, as plain numbers."""
     if task.evaluate is None:
         return {}
-    with their_own_errors():
-        found = task.evaluate(model)
-    if not isinstance(found, Mapping):
+    with task_errors():
+        scores = task.evaluate(model)
+    if not isinstance(scores, Mapping):
         raise TaskError(
-            f"evaluate() of {task.name} returned a {type(found).__name__}: return a dict such as {{'accuracy': 0.98}}"
+            f"evaluate() of {task.name} returned a {type(scores).__name__}: return a dict such as {{'accuracy': 0.98}}"
         )
-    return {str(name): float(value) for name, value in found.items()}
+    return {str(name): float(value) for name, value in scores.items()}
 
 
 def check_kind(task: Task, model: Any, kind: type) -> None:

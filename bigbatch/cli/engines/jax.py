@@ -22,7 +22,7 @@ from ...jax.checkpoints import arrays_of, by_path, tree_of
 from ...jax.checks import checked_weight, is_finite, parameter_name
 from ..config import Config
 from ..errors import TaskError
-from ..task import Task, call_with, their_own_errors
+from ..task import Task, call_with, task_errors
 from .engine import EPSILON, Engine, scores_of
 
 
@@ -41,7 +41,7 @@ class JaxEngine(Engine):
         self._lr = config.scaled_lr
         self.num_steps = 0
         self._nonfinite = NonFinite(config.on_nonfinite)  # type: ignore[arg-type]
-        with self._at_work():
+        with self._on_device():
             model = call_with(task.model, {"seed": config.seed})
             self.parameters, self._rest = _partition(task, model)
             optimizer_state = self._optimizer(self.parameters, self._lr).init(self.parameters)
@@ -53,8 +53,8 @@ class JaxEngine(Engine):
         self._compiled: dict[Any, Any] = {}
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        with jax.default_device(self._device), their_own_errors():
+    def _on_device(self) -> Iterator[None]:
+        with jax.default_device(self._device), task_errors():
             yield
 
     # --- one step, compiled ----------------------------------------------------------------------------------
@@ -68,25 +68,25 @@ class JaxEngine(Engine):
         weight is zero.
         """
         (_, batch), _ = layout.bind(arrays)
-        (value, found), gradient = self._value_and_grad(parameters, batch, *self._keys(number))
-        found["grad_norm"] = optax.tree.norm(gradient)
-        has_weight = jnp.stack(found["weights"]).any()
+        (value, numbers), gradient = self._value_and_grad(parameters, batch, *self._keys(number))
+        numbers["grad_norm"] = optax.tree.norm(gradient)
+        has_weight = jnp.stack(numbers["weights"]).any()
         checked = (gradient, value) if self._nonfinite.needs_finite_loss else gradient
-        found["is_applied"] = is_finite(checked) & has_weight
+        numbers["is_applied"] = is_finite(checked) & has_weight
         if self.config.clip_norm is not None:
             gradient, _ = optax.clip_by_global_norm(self.config.clip_norm).update(gradient, optax.EmptyState())
         optimizer = optax.with_extra_args_support(self._optimizer(parameters, lr))
         updates, next_state = optimizer.update(gradient, state, parameters, value=value)
         after = optax.apply_updates(parameters, updates), next_state
-        kept = jax.tree.map(lambda new, old: jnp.where(found["is_applied"], new, old), after, (parameters, state))
-        return *kept, found
+        kept = jax.tree.map(lambda new, old: jnp.where(numbers["is_applied"], new, old), after, (parameters, state))
+        return *kept, numbers
 
     def _loss_with_sums(self, parameters: Any, batch: Any, *keys: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The terms of the loss, and for the `Step` sums over the micro-batches."""
-        given = parameters, batch
-        terms = as_terms(self._loss(*(_as_bf16(given) if self.config.precision == "bf16" else given), *keys))
-        found = (self.num_samples(batch),) * len(terms) if self.task.weight is None else self.task.weight(batch)
-        weights = [jnp.asarray(checked_weight(weight, jnp.float32), jnp.float32) for weight in as_terms(found)]
+        inputs = _as_bf16((parameters, batch)) if self.config.precision == "bf16" else (parameters, batch)
+        terms = as_terms(self._loss(*inputs, *keys))
+        given = (self.num_samples(batch),) * len(terms) if self.task.weight is None else self.task.weight(batch)
+        weights = [jnp.asarray(checked_weight(w, jnp.float32), jnp.float32) for w in as_terms(given)]
         sums = [counted(term, w, jnp.where) for term, w in zip(terms, weights, strict=False)]
         return terms, {"sums": sums, "weights": weights}
 
@@ -121,15 +121,15 @@ class JaxEngine(Engine):
         layout, arrays = _split(batch)
         given = self.parameters, self.optimizer_state, arrays, self.num_steps, self._lr
         shapes = layout, *((array.shape, array.dtype) for array in jax.tree.leaves(arrays))
-        with self._at_work():
+        with self._on_device():
             if shapes not in self._compiled:
                 self._compiled[shapes] = self._step.lower(layout, *given).compile()
-            self.parameters, self.optimizer_state, found = self._compiled[shapes](*given)
+            self.parameters, self.optimizer_state, numbers = self._compiled[shapes](*given)
         self.num_steps += 1
-        numbers = jax.device_get(found)
-        weights = check_weight(tuple(as_plain(weight.item()) for weight in numbers["weights"]), of="the batch")
-        terms = tuple(map(share, map(float, numbers["sums"]), weights))
-        if numbers["is_applied"]:
+        fetched = jax.device_get(numbers)
+        weights = check_weight(tuple(as_plain(weight.item()) for weight in fetched["weights"]), of="the batch")
+        terms = tuple(map(share, map(float, fetched["sums"]), weights))
+        if fetched["is_applied"]:
             self._nonfinite.applied()
         elif any(weights):
             self._nonfinite.skipped(self.num_steps, place_in(terms) or "the gradient", is_overflow=False)
@@ -138,10 +138,10 @@ class JaxEngine(Engine):
         return Step(
             terms=terms,
             weight=from_terms(weights),
-            grad_norm=float(numbers["grad_norm"]),
+            grad_norm=float(fetched["grad_norm"]),
             num_micro_batches=len(cuts(num_rows(arrays), size)),
             micro_batch_size=size,
-            is_applied=bool(numbers["is_applied"]),
+            is_applied=bool(fetched["is_applied"]),
         )
 
     @property
@@ -156,14 +156,14 @@ class JaxEngine(Engine):
 
     def weights(self) -> dict[str, np.ndarray]:
         leaves = jax.tree.leaves_with_path(self.parameters)
-        found = {parameter_name(path): leaf for path, leaf in leaves}  # short names such as dense.kernel
-        found = found if len(found) == len(leaves) else by_path(self.parameters)
+        named = {parameter_name(path): leaf for path, leaf in leaves}  # short names such as dense.kernel
+        named = named if len(named) == len(leaves) else by_path(self.parameters)
         return {
-            name: np.asarray(leaf, np.float32 if leaf.dtype == jnp.bfloat16 else None) for name, leaf in found.items()
+            name: np.asarray(leaf, np.float32 if leaf.dtype == jnp.bfloat16 else None) for name, leaf in named.items()
         }
 
     def scores(self) -> dict[str, float]:
-        with self._at_work():
+        with self._on_device():
             return scores_of(self.task, _combine(self.parameters, self._rest))
 
     def peak_bytes(self) -> int | None:
@@ -177,8 +177,8 @@ class JaxEngine(Engine):
         return {"arrays": arrays, "num_steps": self.num_steps, "skipped": self._nonfinite.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
-        found, skipped = tree_of(state["arrays"], like=self._all()), NonFinite.read(state.get("skipped", {}))
-        self.parameters, self.optimizer_state = found["parameters"], found["optimizer"]
+        tree, skipped = tree_of(state["arrays"], like=self._all()), NonFinite.read(state.get("skipped", {}))
+        self.parameters, self.optimizer_state = tree["parameters"], tree["optimizer"]
         self.num_steps = state["num_steps"]
         self._nonfinite.load_state_dict(skipped)
 
@@ -187,7 +187,7 @@ class JaxEngine(Engine):
 
     def verify(self, batch: Any) -> Verification:
         size, weight = self.config.micro_batch_size, self.task.weight
-        with self._at_work():
+        with self._on_device():
             return verify(self.parameters, batch, self._loss, size, weight=weight, args=self._keys(0))
 
 

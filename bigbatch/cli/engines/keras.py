@@ -14,7 +14,7 @@ from ..config import Config
 from ..errors import TaskError
 from ..run import randomness
 from ..run.memory import HostPeak
-from ..task import Task, call_with, their_own_errors
+from ..task import Task, call_with, task_errors
 from .engine import EPSILON, Engine, check_kind
 from .keras_state import load_variables, state_of_variables
 
@@ -36,13 +36,13 @@ class KerasEngine(Engine):
         randomness.seed_keras(config.seed)
         keras.config.set_dtype_policy(POLICIES[config.precision])
         self.micro_batch_size = config.micro_batch_size
-        with their_own_errors():
+        with task_errors():
             self.model = task.model()
         check_kind(task, self.model, keras.Model)
         if not self.model.compiled:
             self.model.compile(optimizer=make_optimizer(task, self.model, config), loss=task.loss)
         self._set_clipping(config.for_framework())
-        with their_own_errors():
+        with task_errors():
             accumulate(self.model, config.micro_batch_size)
         self._peak = HostPeak()
 
@@ -61,7 +61,7 @@ class KerasEngine(Engine):
     def step(self, batch: Any) -> Step:
         num = self.num_samples(batch)
         before = int(inner(self.model.optimizer).iterations.numpy())
-        with their_own_errors():
+        with task_errors():
             self.model.reset_metrics()
             loss = float(self.model.train_on_batch(*batch, return_dict=True)["loss"])
         return Step(
@@ -97,7 +97,7 @@ class KerasEngine(Engine):
 
     def verify(self, batch: Any) -> Verification:
         self.num_samples(batch)  # raises unless it is (x, y) or (x, y, sample_weight)
-        with their_own_errors():
+        with task_errors():
             return verify(self.model, *batch, micro_batch_size=self.micro_batch_size)
 
 
@@ -107,7 +107,7 @@ def make_optimizer(task: Task, model: Any, config: Config) -> Any:
     if task.optimizer is None:
         optimizer = keras.optimizers.Adam(lr, epsilon=EPSILON)
     else:
-        with their_own_errors():
+        with task_errors():
             optimizer = call_with(task.optimizer, {"model": model, "lr": lr})
         if "lr" not in inspect.signature(task.optimizer).parameters:
             inner(optimizer).learning_rate = lr

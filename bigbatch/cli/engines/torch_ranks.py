@@ -38,12 +38,12 @@ class TorchLaunch(Launch):
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         return device
 
-    def together(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         with _report_ended_ranks():
             # a task may leave parameters unused; finding them costs one walk through the graph per step
-            return _Together(model, find_unused_parameters=True)
+            return _TransparentDDP(model, find_unused_parameters=True)
 
-    def share(self, batch: Any) -> Any:
+    def own_part(self, batch: Any) -> Any:
         return nest.part_of_rank(batch, self.rank, self.num)
 
     @contextmanager
@@ -64,7 +64,7 @@ class TorchLaunch(Launch):
             )
         return bool(is_any)
 
-    def check_place(self, num_steps: int) -> None:
+    def check_position(self, num_steps: int) -> None:
         most, fewest = _largest(num_steps, -num_steps)
         if most != -fewest:
             raise StateError(
@@ -77,7 +77,7 @@ class TorchLaunch(Launch):
         dist.destroy_process_group()
 
 
-class _Together(DistributedDataParallel):
+class _TransparentDDP(DistributedDataParallel):
     """DistributedDataParallel with the attributes of the model, because a loss may use more than its forward pass."""
 
     def __getattr__(self, name: str) -> Any:

@@ -50,14 +50,14 @@ def _series_of(names: Sequence[str], runs: Sequence[Run]) -> list[_Series]:
         ours = _Series("accumulated", runs[0], Look(0), Look(0))
         full = Look(1, dash=4, is_wide=True), Look(1, marker=1, is_hollow=True)
         return [*([_Series("full batch", runs[0].full_batch, *full)] if runs[0].full_batch else []), ours]
-    found = []
+    series = []
     for number, (name, run) in enumerate(zip(names, runs, strict=True)):
         colour, dash, marker = number % plots.NUM_COLOURS, number % len(plots.DASHES), number % len(plots.MARKERS)
         if run.full_batch is not None:
             line, point = Look(colour, is_wide=True, is_pale=True), Look(colour, marker=marker, is_hollow=True)
-            found.append(_Series(f"{name}, full batch", run.full_batch, line, point))
-        found.append(_Series(name, run, Look(colour, dash=dash), Look(colour, marker=marker)))
-    return found
+            series.append(_Series(f"{name}, full batch", run.full_batch, line, point))
+        series.append(_Series(name, run, Look(colour, dash=dash), Look(colour, marker=marker)))
+    return series
 
 
 def make_plots(names: Sequence[str], runs: Sequence[Run]) -> Iterator[_Plot]:
@@ -66,15 +66,15 @@ def make_plots(names: Sequence[str], runs: Sequence[Run]) -> Iterator[_Plot]:
     ours = [one for one in series if not one.line.is_wide]
     both = " of accumulated and full-batch training" if len(ours) < len(series) else ""
     by_time = f"The loss of each step{both}, by the time since training began."
-    yield _over("loss", "Loss over steps", f"The loss of each step{both}, by step.", "step", "loss", series)
-    yield _over("loss-time", "Loss over time", by_time, "seconds", "loss", series)
+    yield _over_steps("loss", "Loss over steps", f"The loss of each step{both}, by step.", "step", "loss", series)
+    yield _over_steps("loss-time", "Loss over time", by_time, "seconds", "loss", series)
     yield _loss_difference(ours)
     norm = "The norm of the whole gradient of each step, before clipping."
-    yield _over("grad-norm", "Gradient norm", norm, "step", "grad_norm", series)
+    yield _over_steps("grad-norm", "Gradient norm", norm, "step", "grad_norm", series)
     yield _memory(series)
     yield _throughput(ours, series)
     if any(len({record.lr for record in one.run.records}) > 1 for one in ours):
-        yield _over("lr", "Learning rate", "The learning rate of each step.", "step", "lr", ours)
+        yield _over_steps("lr", "Learning rate", "The learning rate of each step.", "step", "lr", ours)
 
 
 _LABELS = {
@@ -87,7 +87,7 @@ _LABELS = {
 }
 
 
-def _over(
+def _over_steps(
     name: str,
     title: str,
     caption: str,
@@ -190,20 +190,20 @@ def _throughput(ours: Sequence[_Series], series: Sequence[_Series]) -> _Plot:
     if any(len(one.run.records) - 1 > _NUM_STRETCHES for one in series):
         caption = f"Samples trained per second, each point the mean of a {_NUM_STRETCHES}th of the run."
     caption += " The first step, which also prepares the rest, is left out."
-    return _over(name, "Throughput over steps", caption, "step", "rate", series, _rates)
+    return _over_steps(name, "Throughput over steps", caption, "step", "rate", series, _rates)
 
 
 def _rates(records: Sequence[Record]) -> list[Point]:
     """Samples per second over stretches of steps. Stretches without a known time are left out."""
     length = max(1, math.ceil((len(records) - 1) / _NUM_STRETCHES))
-    found = []
+    rates = []
     for start, end in pairwise([*range(0, len(records), length)]):
         first, last = records[start].seconds, records[end].seconds
         seconds = 0 if first is None or last is None else last - first
         if seconds > 0:
             num_samples = sum(record.num_samples for record in records[start + 1 : end + 1])
-            found.append((records[end].step, num_samples / seconds))
-    return found
+            rates.append((records[end].step, num_samples / seconds))
+    return rates
 
 
 def _over_sizes(

@@ -120,7 +120,7 @@ def lines(
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel=x, ylabel=y)
 
-    return _drawn(name, paint)
+    return _draw(name, paint)
 
 
 def points(name: str, curves: Sequence[Curve], trends: Sequence[Sequence[Point]], *, x: str, y: str) -> Drawing:
@@ -146,7 +146,7 @@ def points(name: str, curves: Sequence[Curve], trends: Sequence[Sequence[Point]]
         axes.set_ylim(bottom=axes.get_ylim()[0] if lowest < 0 else 0.0)
         axes.set(xlabel=x, ylabel=y)
 
-    return _drawn(name, paint)
+    return _draw(name, paint)
 
 
 def _line(axes: Any, gid: str, look: Look, xs: np.ndarray, ys: np.ndarray) -> None:
@@ -194,7 +194,7 @@ def _thinned(xs: np.ndarray, ys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return xs[kept], ys[kept]
 
 
-def _drawn(name: str, paint: Callable[[Any], None]) -> Drawing:
+def _draw(name: str, paint: Callable[[Any], None]) -> Drawing:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # the user's matplotlibrc must not change the report
         matplotlib.rcParams.update(_STYLE)
@@ -202,10 +202,10 @@ def _drawn(name: str, paint: Callable[[Any], None]) -> Drawing:
         paint(figure.subplots())
         file = StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
-    return _embedded(name, file.getvalue())
+    return _embed(name, file.getvalue())
 
 
-def _embedded(name: str, svg: str) -> Drawing:
+def _embed(name: str, svg: str) -> Drawing:
     """The SVG without the parts that belong to a separate file, with the colours of the page."""
     opening = re.search(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', svg)
     if opening is None:

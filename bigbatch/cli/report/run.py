@@ -52,7 +52,7 @@ def _read(file: Path, parse_content: Callable[[bytes], Any]) -> Any:
 def _lines(content: bytes) -> list[Any]:
     """The JSON objects of the lines, without a last one that was cut off when the run was killed."""
     *lines, last = content.split(b"\n")
-    found = [json.loads(line) for line in lines]
+    records = [json.loads(line) for line in lines]
     with suppress(ValueError):
-        found.append(json.loads(last))
-    return found
+        records.append(json.loads(last))
+    return records

@@ -106,19 +106,19 @@ def _verdict(summary: Summary) -> str:
 def remarks(run: Run) -> list[str]:
     """What a reader should know before trusting the figures."""
     summary, full_batch = run.summary, run.summary.full_batch
-    found = []
+    sentences = []
     if summary.status != "finished":
         steps = count(summary.num_steps, "step")
-        found.append(f"The run was {summary.status} after {steps}: the figures are from that point.")
+        sentences.append(f"The run was {summary.status} after {steps}: the figures are from that point.")
     if summary.loss is not None and not math.isfinite(summary.loss):
-        found.append(f"The loss of the last epoch is {number(summary.loss)}: the training did not converge.")
+        sentences.append(f"The loss of the last epoch is {number(summary.loss)}: the training did not converge.")
     num_skipped = sum(not record.is_applied for record in run.records)
     if num_skipped:
-        found.append(
+        sentences.append(
             f"{num_skipped:,} of {count(len(run.records), 'step')} left the weights alone, "
             "since the gradient was not finite or the batch had no weight."
         )
     if full_batch is not None and not full_batch.is_finished:
         reason = (full_batch.reason or "no reason was recorded").strip().rstrip(".")
-        found.append(f"Full-batch training {full_batch.status}: {reason}.")
-    return found
+        sentences.append(f"Full-batch training {full_batch.status}: {reason}.")
+    return sentences

@@ -84,7 +84,7 @@ class RunCheckpoints(Resumable):
     def _random(self, data: Any) -> dict[str, Any]:
         return {**randomness.state(), "batches": data.stream.state}
 
-    def _set_random(self, found: dict[str, Any], data: Any) -> None:
-        randomness.restore(found)
+    def _set_random(self, saved: dict[str, Any], data: Any) -> None:
+        randomness.restore(saved)
         if data is not None:
-            data.stream.state = found["batches"]
+            data.stream.state = saved["batches"]

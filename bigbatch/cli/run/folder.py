@@ -97,8 +97,7 @@ class RunFolder:
         write_whole(self.path / _MODEL, save({name: np.ascontiguousarray(array) for name, array in weights.items()}))
 
     def weights(self) -> dict[str, np.ndarray]:
-        found: dict[str, np.ndarray] = load_file(self.path / _MODEL)
-        return found
+        return dict(load_file(self.path / _MODEL))
 
     def num_steps(self) -> int:
         """How many steps the history has so far."""

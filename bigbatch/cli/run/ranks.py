@@ -28,11 +28,11 @@ class Launch:
         """Connects to the other ranks; returns the device of this one."""
         return device
 
-    def together(self, model: Any) -> Any:
+    def wrap(self, model: Any) -> Any:
         """The model as all ranks train it."""
         return model
 
-    def share(self, batch: Any) -> Any:
+    def own_part(self, batch: Any) -> Any:
         """This rank's part of a batch; None if there is none."""
         return batch
 
@@ -44,7 +44,7 @@ class Launch:
         """Whether any rank wants it; raises BatchError if `of_all` is not the same on all ranks."""
         return is_wanted
 
-    def check_place(self, num_steps: int) -> None:
+    def check_position(self, num_steps: int) -> None:
         """Raises StateError unless all ranks found the same checkpoint."""
 
     def end(self) -> None:
@@ -73,24 +73,24 @@ class Launch:
 
 
 def here() -> Launch:
-    """What torchrun says about this process."""
+    """How torchrun launched this process, by its environment variables."""
     num, rank, local_rank = (os.environ.get(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
     return Launch() if num in (None, "1") or rank is None else Launch(int(num), int(rank), int(local_rank or rank))
 
 
 def launch_of(task: Task) -> Launch:
-    """The processes that train the task."""
-    found = here()
-    if found.num == 1:
-        return found
+    """How the task is trained: by this process, or by several that torchrun launched."""
+    launch = here()
+    if launch.num == 1:
+        return launch
     if task.framework != "torch":
         raise OptionError(
-            f"torchrun started {found.num} processes but {task.name} is a task for {task.framework}: "
+            f"torchrun started {launch.num} processes but {task.name} is a task for {task.framework}: "
             "start it without torchrun, which is for PyTorch tasks"
         )
     from ..engines.torch_ranks import TorchLaunch
 
-    return TorchLaunch(**asdict(found))
+    return TorchLaunch(**asdict(launch))
 
 
 def environment_of_one() -> dict[str, str]:

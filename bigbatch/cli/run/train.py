@@ -41,7 +41,7 @@ class _Training:
         """How many steps the run will have; None if that is not known."""
         if self.config.steps is not None:
             return self.config.steps
-        with randomness.kept():
+        with randomness.preserved():
             each = self.task.num_batches(self.config.batch_size, self.config.seed)
         if each is None and self.config.schedule != "constant":
             raise BatchError(
@@ -59,7 +59,7 @@ class _Training:
                     "start again without --resume"
                 )
             self.screen.note(f"{self.folder.path} has no checkpoint yet: starting with the first step")
-        self.ranks.check_place(self.checkpoints.num_batches)
+        self.ranks.check_position(self.checkpoints.num_batches)
 
     # --- the steps -------------------------------------------------------------------------------------------
 
