@@ -14,7 +14,7 @@ from ...core.errors import OptionError
 from ...core.nonfinite import NonFinite, place_in
 from ...core.step import Step
 from ...core.verify.result import Verification
-from ...core.weight import as_plain, as_terms, check_weight, counted, from_terms, share
+from ...core.weight import as_terms, check_weight, counted, from_terms, share
 from ...core.window import cuts
 from ...jax import value_and_grad, verify
 from ...jax.arguments import ArgumentLayout, Arrays, num_rows, split_arguments
@@ -127,7 +127,8 @@ class JaxEngine(Engine):
             self.parameters, self.optimizer_state, numbers = self._compiled[shapes](*given)
         self.num_steps += 1
         fetched = jax.device_get(numbers)
-        weights = check_weight(tuple(as_plain(weight.item()) for weight in fetched["weights"]), of="the batch")
+        totals = [weight.item() for weight in fetched["weights"]]
+        weights = check_weight(tuple(int(w) if w.is_integer() else w for w in totals), of="the batch")
         terms = tuple(map(share, map(float, fetched["sums"]), weights))
         if fetched["is_applied"]:
             self._nonfinite.applied()

@@ -9,7 +9,7 @@ from ...core.checkpoint.files import write_whole
 from .curves import make_plots
 from .run import Run, read_run
 from .tables import FACTS, configuration, figures, verifications
-from .text import exact, headline, listed, remarks
+from .text import headline, listed, remarks
 
 
 def write_report(folders: Sequence[Path], path: Path) -> None:
@@ -48,5 +48,4 @@ def _render(names: Sequence[str], runs: Sequence[Run]) -> str:
         not_drawn=[plot for plot in plots if not plot.drawing],
         verifications=verifications(names, runs),
         configuration=configuration(names, runs),
-        exact=exact,
     )

@@ -9,7 +9,7 @@ from typing import Any
 from ...core.verify.result import Verification
 from ..summary import FullBatch, Summary
 from .run import Run
-from .text import Number, count, difference, duration, exact, number, rate, size
+from .text import count, difference, duration, exact, number, rate, size
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,16 @@ class _Measure:
 
     def cell(self, run: str, result: Summary | FullBatch) -> _Cell:
         prefix = "full_batch." if isinstance(result, FullBatch) else ""
-        return _cell(run, prefix + self.key, self.value(result), self.write)
+        return _Cell(self.text(result), prefix + self.key, exact(self.value(result)), run)
 
 
 FACTS = (
-    ("batch_size", "Batch"),
-    ("micro_batch_size", "Micro-batch"),
-    ("num_micro_batches", "Micro-batches per step"),
-    ("num_steps", "Steps"),
-    ("num_epochs", "Epochs"),
-    ("num_samples", "Samples seen"),
+    _Measure("batch_size", "Batch", number),
+    _Measure("micro_batch_size", "Micro-batch", number),
+    _Measure("num_micro_batches", "Micro-batches per step", number),
+    _Measure("num_steps", "Steps", number),
+    _Measure("num_epochs", "Epochs", number),
+    _Measure("num_samples", "Samples seen", number),
 )
 _DISTANCES = (
     ("max_weight_difference", "Largest difference of a weight"),
@@ -121,24 +121,20 @@ def _figures_of_several(names: Sequence[str], runs: Sequence[Run]) -> Table:
     rows = [_Row("What was trained")]
     for key in ("task", "framework", "device", "status"):
         rows.append(_Row(key.capitalize(), tuple(_Cell(getattr(summary, key)) for summary in summaries)))
-    for key, label in FACTS:
-        rows.append(_Row(label, tuple(_cell(name, key, getattr(found, key), number) for name, found in pairs)))
+    rows += [_Row(each.label, tuple(each.cell(*pair) for pair in pairs)) for each in FACTS]
     rows.append(_Row("Accumulated"))
     rows += [_Row(each.label, tuple(each.cell(*pair) for pair in pairs)) for each in measures(summaries)]
     if any(run.full_batch for run in runs):
         rows.append(_Row("Full batch"))
-        for each in measures(summaries):
-            rows.append(_Row(each.label, tuple(_full_batch_cell(name, each, found) for name, found in pairs)))
+        rows += [
+            _Row(each.label, tuple(_full_batch_cell(*pair, each) for pair in pairs)) for each in measures(summaries)
+        ]
         rows.append(_Row("Difference"))
         rows += [_Row(label, tuple(_distance(*pair, key) for pair in pairs)) for key, label in _DISTANCES]
     return Table(tuple(names), tuple(rows))
 
 
-def _cell(run: str, key: str, value: Number | None, write: Callable[[Any], str]) -> _Cell:
-    return _Cell(write(value), key, exact(value), run)
-
-
-def _full_batch_cell(run: str, measure: _Measure, summary: Summary) -> _Cell:
+def _full_batch_cell(run: str, summary: Summary, measure: _Measure) -> _Cell:
     if summary.full_batch is None:
         return _Cell("not trained")
     return measure.cell(run, summary.full_batch) if summary.full_batch.is_finished else _Cell("did not finish")
@@ -194,4 +190,4 @@ def configuration(names: Sequence[str], runs: Sequence[Run]) -> Table:
 
 
 def _option(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(value)

@@ -89,12 +89,10 @@ def headline(summary: Summary) -> str:
 def _verdict(summary: Summary) -> str:
     """How far the weights are from those of the full batch, or why that is not known."""
     full_batch, comparison = summary.full_batch, summary.comparison
-    if full_batch is None:
-        return "it was not compared with full-batch training"
-    if not full_batch.is_finished:
+    if full_batch is not None and not full_batch.is_finished:
         return f"full-batch training {full_batch.status}, so there is nothing to compare with"
     if comparison is None:
-        return "the weights were not compared with those of full-batch training"
+        return "it was not compared with full-batch training"
     distance = comparison.max_weight_difference
     if distance == 0:
         return "the weights are exactly those of full-batch training"
@@ -107,9 +105,6 @@ def remarks(run: Run) -> list[str]:
     """What a reader should know before trusting the figures."""
     summary, full_batch = run.summary, run.summary.full_batch
     sentences = []
-    if summary.status != "finished":
-        steps = count(summary.num_steps, "step")
-        sentences.append(f"The run was {summary.status} after {steps}: the figures are from that point.")
     if summary.loss is not None and not math.isfinite(summary.loss):
         sentences.append(f"The loss of the last epoch is {number(summary.loss)}: the training did not converge.")
     num_skipped = sum(not record.is_applied for record in run.records)
@@ -119,6 +114,5 @@ def remarks(run: Run) -> list[str]:
             "since the gradient was not finite or the batch had no weight."
         )
     if full_batch is not None and not full_batch.is_finished:
-        reason = (full_batch.reason or "no reason was recorded").strip().rstrip(".")
-        sentences.append(f"Full-batch training {full_batch.status}: {reason}.")
+        sentences.append(f"Full-batch training {full_batch.status}: {full_batch.reason}.")
     return sentences
