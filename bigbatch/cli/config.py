@@ -36,8 +36,8 @@ def _flag(
         kind: What the flag is parsed as.
         passed_on: The name of the option in each framework whose accumulator or optimizer takes it:
             `Config.for_framework` returns it under that name.
-        read_by: The frameworks whose engine reads the option itself. An option without `passed_on` and `read_by`
-            is for all frameworks; the others refuse it.
+        read_by: The frameworks whose engine reads the option itself. A framework that is in neither refuses the
+            option; without both, it is for all frameworks.
     """
     passed_on = passed_on or {}
     takers = (*passed_on, *read_by) or FRAMEWORKS

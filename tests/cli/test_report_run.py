@@ -47,7 +47,7 @@ def test_lost_times_are_left_out(tmp_path):
 
 
 def test_folder_without_a_run(tmp_path):
-    with pytest.raises(StateError, match=r"absent/config.toml is missing: pass a folder in which `bigbatch train` has"):
+    with pytest.raises(StateError, match=r"absent/config.toml is missing: pass the folder of a run that has ended"):
         read_run(tmp_path / "absent")
 
 
@@ -56,7 +56,7 @@ def test_folder_without_a_run(tmp_path):
 def test_a_missing_file(tmp_path, part, name):
     folder = write_run(tmp_path / "run")
     (folder / part / name).unlink()
-    with pytest.raises(StateError, match=rf"{(folder / part / name)} is missing: pass a folder"):
+    with pytest.raises(StateError, match=rf"{(folder / part / name)} is missing: pass the folder"):
         read_run(folder)
 
 

@@ -48,7 +48,7 @@ class TorchLaunch(Launch):
 
     @contextmanager
     def own_random(self, seed: int, step: int) -> Iterator[None]:
-        """Seeds torch in each step, so that nothing has to be saved. Batches are drawn outside, alike on all ranks."""
+        """Seeds torch anew in each step, so no random state has to be saved. Batches are drawn outside of it."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with _report_ended_ranks(), torch.random.fork_rng(devices):
             torch.manual_seed(int(np.random.SeedSequence([seed, step, self.rank]).generate_state(1, np.uint64)[0]))

@@ -31,7 +31,7 @@ def read_run(folder: Path) -> Run:
     """Reads a run folder; raises StateError if it is not one, or damaged."""
     for name in (CONFIG, HISTORY, SUMMARY, TIMES):
         if not (folder / name).is_file():
-            raise StateError(f"{folder / name} is missing: pass a folder in which `bigbatch train` has ended")
+            raise StateError(f"{folder / name} is missing: pass the folder of a run that has ended")
     config = _read(folder / CONFIG, lambda content: tomllib.loads(content.decode()))
     summary = _read(folder / SUMMARY, lambda content: parse(Summary, json.loads(content)))
     records = _read(folder / HISTORY, lambda content: [parse(Record, line) for line in _lines(content)])

@@ -71,7 +71,7 @@ class RunFolder:
             self._events.close()
 
     def history(self) -> bytes:
-        """The history so far. The open file is read, if there is one: its name may lead to another file now."""
+        """The history so far: that of the open file, if there is one, whose name may lead to another file by now."""
         if HISTORY not in self._open:
             return (self.path / HISTORY).read_bytes()
         self._open[HISTORY].seek(0)  # writing still appends

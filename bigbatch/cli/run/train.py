@@ -165,7 +165,7 @@ class _Training:
 def train(
     task: Task, config: Config, out: Path, screen: Screen, ranks: Launch, *, is_resumed: bool = False
 ) -> tuple[Summary | None, int]:
-    """Runs the whole job. Returns the summary, or None on ranks that only help with the steps; and the exit code."""
+    """Trains, compares and reports. Returns the summary, which only rank 0 has, and the exit code."""
     folder = RunFolder.create(out, is_resumed=is_resumed) if ranks.is_first else ReadOnlyFolder(out)
     if not is_resumed:
         folder.write_config(config)
