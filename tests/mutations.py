@@ -226,13 +226,13 @@ checkpoint: the shuffles of earlier epochs are not repeated | tensorflow/checkpo
 - self._num_behind = self.epoch
 + self._num_behind = 0
 cli: an interrupted batch counts as done after a resume | cli/run/checkpoints.py | test-cli test-crash
-- return self._done.num_steps
+- return self.num_batches
 + return object()
 cli: random numbers are not restored | cli/run/checkpoints.py | test-cli test-crash
-- randomness.restore(found)
+- randomness.restore(saved)
 + pass
 cli: the batches draw other random numbers after a resume | cli/run/checkpoints.py | test-cli test-crash
-- data.stream.state = found["batches"]
+- data.stream.state = saved["batches"]
 + pass
 cli: the schedule begins anew after a resume | cli/run/checkpoints.py | test-cli test-crash
 - vars(self._done).update(done)

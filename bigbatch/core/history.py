@@ -10,7 +10,7 @@ from typing import Any
 
 from .checkpoint.files import write_whole
 from .errors import MissingExtraError, StateError
-from .json_values import from_json, to_json
+from .json_values import from_json, json_line
 from .step import Step
 from .weight import as_terms, check_weight, share
 
@@ -84,7 +84,7 @@ class History:
         Args:
             first: The number of the first step, from 0.
         """
-        new = [json.dumps(to_json(record), allow_nan=False) + "\n" for record in self._records(len(self._lines))]
+        new = [json_line(record) for record in self._records(len(self._lines))]
         self._lines += new[:-1]
         return self._lines[first:], "".join(new[-1:])
 

@@ -4,18 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.checkpoint.loop import HISTORY, Resumable
+from ...core.checkpoint.loop import Resumable
 from ..config import Config
 from ..engines.engine import Engine
 from . import randomness
-from .folder import CHECKPOINTS, RunFolder
+from .folder import CHECKPOINTS, HISTORY, RunFolder
 
 
 @dataclass
 class Progress:
-    """How far a run has come."""
+    """How far a run has come, besides the position in its data."""
 
-    num_steps: int = 0
     num_epochs: int = 0
     num_samples: int = 0
     num_applied: int = 0
@@ -56,8 +55,12 @@ class RunCheckpoints(Resumable):
     def save_last(self, *, is_in_step: bool) -> None:
         """Saves unless the newest checkpoint is of this step."""
         self.wait()
-        if is_in_step or self._store.newest_step != self._done.num_steps:
+        if is_in_step or self._store.newest_step != self.num_batches:
             self.save(wait=True)
+
+    def count(self) -> None:
+        """The batch in hand is done."""
+        self._count()
 
     @property
     def has_any(self) -> bool:
@@ -76,12 +79,12 @@ class RunCheckpoints(Resumable):
         self.saved_history = history
 
     def _progress(self) -> Any:
-        return self._done.num_steps
+        return self.num_batches
 
     def _random(self, data: Any) -> dict[str, Any]:
         return {**randomness.state(), "batches": data.stream.state}
 
-    def _set_random(self, found: dict[str, Any], data: Any) -> None:
-        randomness.restore(found)
+    def _set_random(self, saved: dict[str, Any], data: Any) -> None:
+        randomness.restore(saved)
         if data is not None:
-            data.stream.state = found["batches"]
+            data.stream.state = saved["batches"]

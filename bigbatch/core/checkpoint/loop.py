@@ -14,7 +14,6 @@ from .serialize import Array, as_array
 from .store import Store
 
 _Item = TypeVar("_Item")
-HISTORY = "history.jsonl"
 
 
 class Resumable:
