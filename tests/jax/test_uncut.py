@@ -102,11 +102,3 @@ def test_devices_that_share_the_batch():
 def test_verify_names_it():
     with pytest.raises(BatchError, match="the argument y goes whole"):
         verify(classifier(), X, by_keyword, 4, kwargs={"y": Y})
-
-    def gathered(params, x, *, y):  # uses the first rows, and works for more samples than there are
-        return samples_loss(params, {"x": x, "y": jnp.take(y, jnp.arange(len(x)), mode="clip")})
-
-    found = verify(classifier(), X, gathered, 4, kwargs={"y": Y})
-    assert not found.is_exact
-    assert len(found.causes) == 1
-    assert "the argument y goes whole" in found.causes[0]
