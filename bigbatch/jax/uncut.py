@@ -39,7 +39,7 @@ def _uncut_error(layout: ArgumentLayout, arrays: Arrays, num_samples: int) -> Ba
     for path, role, leaf in layout.leaves(arrays):
         if role == "whole" and jnp.shape(leaf)[:1] == (num_samples,):
             return BatchError(
-                f"{name_of(path)} goes whole to every micro-batch, and has {num_samples} rows, as many as the batch: "
-                "to cut it like the batch, pass it by position, or name it in batch_argnums"
+                f"{name_of(path)} is passed whole to every micro-batch, and has {num_samples} rows, as many as the "
+                "batch: to cut it like the batch, pass it by position, or name it in batch_argnums"
             )
     return None
