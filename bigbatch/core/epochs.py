@@ -57,13 +57,8 @@ def run_epochs(
 
 def check_one_way(accumulation_steps: AccumulationSteps | None, micro_batch_size: int | None) -> None:
     """Raises OptionError unless exactly one of the two is given: it says what data yields."""
-    if accumulation_steps is None and micro_batch_size is None:
+    if (accumulation_steps is None) == (micro_batch_size is None):
         raise OptionError(
-            "train_with_accumulation() does not know what data is made of: pass accumulation_steps=… if it gives "
-            "micro-batches, or micro_batch_size=… if it gives batches to cut"
-        )
-    if accumulation_steps is not None and micro_batch_size is not None:
-        raise OptionError(
-            f"accumulation_steps={accumulation_steps!r} says that data gives micro-batches, and "
-            f"micro_batch_size={micro_batch_size!r} that it gives batches to cut: pass one of the two"
+            f"accumulation_steps={accumulation_steps!r} and micro_batch_size={micro_batch_size!r}: pass exactly one, "
+            "accumulation_steps if data yields micro-batches, or micro_batch_size if it yields batches to cut"
         )

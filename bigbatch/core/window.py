@@ -83,8 +83,8 @@ def check_lists(batch: Any, num_samples: int) -> None:
     """Raises BatchError for a list with one number per sample: it is not cut, but probably should be."""
     if type(batch) is list and len(batch) == num_samples > 1 and all(map(is_number, batch)):
         raise BatchError(
-            f"a list of {num_samples} numbers goes whole to every micro-batch, and there are as many samples: pass an "
-            "array if it is part of the batch, or a tuple if it is not"
+            f"a list of {num_samples} numbers is passed whole to every micro-batch, and there are as many samples: "
+            "pass an array if it is part of the batch, or a tuple if it is not"
         )
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
     for part in parts:

@@ -185,8 +185,11 @@ def multi_steps(
 
         zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(apply, grads, state.inner_state)[0])
 
+        def mean(sums: jax.Array, gradient: jax.Array) -> jax.Array:  # in the dtype of the micro-batch's gradient
+            return (sums if reduction == "sum" else share(sums, window.weight, jnp.where)).astype(gradient.dtype)
+
         def close(inner_state: Any) -> tuple[Any, Any, jax.Array]:
-            gradient = _window_gradient(window, grads, reduction)
+            gradient = jax.tree.map(mean, window.sums, grads)
             is_applied = (window.weight > 0) & jnp.isfinite(window.weight)
             if non_finite != "keep":
                 is_applied &= is_finite(gradient)
@@ -235,15 +238,6 @@ def _with_micro_batch(
         mean = share(loss * before + added, total, jnp.where) if is_mean else loss + added
         loss = jnp.where(weight == 0, loss, mean).astype(loss.dtype)
     return state._replace(weight=total, value=loss, sums=jax.tree.map(plus, sums, grads))
-
-
-def _window_gradient(window: _MultiStepsState, grads: Any, reduction: Reduction) -> Any:
-    """The gradient of the window, in the dtypes of the micro-batch's."""
-
-    def finished(sums: jax.Array, gradient: jax.Array) -> jax.Array:
-        return (sums if reduction == "sum" else share(sums, window.weight, jnp.where)).astype(gradient.dtype)
-
-    return jax.tree.map(finished, window.sums, grads)
 
 
 def _steps_at(accumulation_steps: _Steps, step: jax.Array) -> Any:

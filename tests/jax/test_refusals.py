@@ -133,7 +133,7 @@ def test_a_list_beside_micro_batches_of_one() -> None:
         return loss(params, (batch[0], jnp.asarray(batch[1])))
 
     x, y = BATCH
-    with pytest.raises(BatchError, match="a list of 11 numbers goes whole to every micro-batch"):
+    with pytest.raises(BatchError, match="a list of 11 numbers is passed whole to every micro-batch"):
         value_and_grad(listed, 1)(make_params(), (x, y.tolist()))
     assert value_and_grad(lambda p, b: loss(p, b[:2]), 1)(make_params(), (x, y, [0.5, 0.7]))[0] > 0
 

@@ -73,7 +73,7 @@ def test_raise_names_the_step_and_the_variable_and_changes_nothing(
     accumulator = make_for(way, on_nonfinite="raise", **clip)
     feed(accumulator, way, make_batch())
     before = snapshot(accumulator)
-    with pytest.raises(NonFiniteError, match=r"^the gradient of \S*dense\S*/kernel is not finite in step 2, which was"):
+    with pytest.raises(NonFiniteError, match=r"^the gradient of \S*dense\S*/kernel is not finite in step 2, so it was"):
         feed(accumulator, way, bad_batch())
     assert "skipped" not in capfd.readouterr().err
     assert_untouched(accumulator, before)

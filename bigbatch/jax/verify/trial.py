@@ -16,7 +16,6 @@ from ..arguments import ArgumentLayout, Arrays, num_rows
 from ..checks import check_gradients, parameter_name
 from ..internals import calls, dropout_off
 from ..keys import for_micro_batch, for_samples
-from ..uncut import cut_too, names_of_uncut
 from ..window import Spec, WindowTrace
 
 _DRAWING = ("random_bits", "threefry2x32", "rng_bit_generator")
@@ -34,9 +33,9 @@ class Trial(trial.Trial):
         self.parameters = parameters
         self.arrays = arrays
         self.window = WindowTrace(spec, layout, arrays, (parameters,))
-        self.micro_batches = _micro_batches(self.window)
-        numbers = jnp.arange(num_rows(arrays))
-        self.parts = [self.window.cut.take(numbers, k, size).tolist() for k, size in enumerate(self.window.cut.sizes)]
+        numbers, sizes = jnp.arange(num_rows(arrays)), self.window.cut.sizes
+        self.micro_batches = [self.window.micro_batch(k, size) for k, size in enumerate(sizes)]
+        self.parts = [self.window.cut.take(numbers, k, size).tolist() for k, size in enumerate(sizes)]
         dtypes = [self.window.terms_dtype, *(leaf.dtype for leaf in jax.tree.leaves(parameters))]
         self.epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         self._compiled: dict[int | None, Any] = {}
@@ -54,7 +53,7 @@ class Trial(trial.Trial):
         return any(not np.array_equal(a, b, equal_nan=True) for a, b in found)
 
     def full(self) -> Gradient:
-        found = self._mix(self.window, self.micro_batches) if self.is_random else self._of(self.arrays)
+        found = self._mix() if self.is_random else self._of(self.arrays)
         if not any(map(np.any, found.values())):
             raise LossError(
                 "the gradient of the whole batch is zero everywhere, so nothing can be compared: use the parameters "
@@ -62,15 +61,15 @@ class Trial(trial.Trial):
             )
         return found
 
-    def _mix(self, window: WindowTrace, micro_batches: list[Arrays]) -> Gradient:
-        """The gradient of the weighted mean of the losses of these micro-batches, as one function."""
-        right = self._scales(window, micro_batches)
+    def _mix(self) -> Gradient:
+        """The gradient of the weighted mean of the micro-batches' losses, as one function."""
+        right = self.right_scales()
 
         def loss(parameters: Any) -> Any:
             return sum(
                 scale * term
-                for micro_batch, row in zip(micro_batches, right, strict=True)
-                for term, scale in zip(window.loss((parameters,), micro_batch)[0], row, strict=True)
+                for micro_batch, row in zip(self.micro_batches, right, strict=True)
+                for term, scale in zip(self.window.loss((parameters,), micro_batch)[0], row, strict=True)
                 if scale
             )
 
@@ -107,10 +106,7 @@ class Trial(trial.Trial):
         return once(), once()
 
     def right_scales(self) -> Array:
-        return self._scales(self.window, self.micro_batches)
-
-    def _scales(self, window: WindowTrace, micro_batches: list[Arrays]) -> Array:
-        weights = [tuple(map(float, window.weights(micro_batch))) for micro_batch in micro_batches]
+        weights = [tuple(map(float, self.window.weights(micro_batch))) for micro_batch in self.micro_batches]
         return scales_of(weights, self.reduction)
 
     def notes(self) -> list[str]:
@@ -129,32 +125,13 @@ class Trial(trial.Trial):
         return []
 
     def explained(self) -> list[str]:
-        full = self._of(self.arrays)
-        gap = total_error_of(full, self.accumulated())
-        if gap < self.epsilon:
+        is_exact = total_error_of(self._of(self.arrays), self.accumulated()) < self.epsilon
+        if is_exact or self.is_random or self.has_dropout or not self._draws_inside():
             return []
-        cut, cause = self._cut_too()
-        if cut is not None and total_error_of(full, cut) < 1e-3 * gap:
-            return [cause]
-        if not self.is_random and not self.has_dropout and self._draws_inside():
-            return [
-                "the loss draws random numbers with a key that is not among its arguments, so each micro-batch draws "
-                "the same numbers, and the whole batch draws others: pass the key as an argument"
-            ]
-        return []
-
-    def _cut_too(self) -> tuple[Gradient | None, str]:
-        """The gradient if arrays that are passed whole, with as many rows as the batch, are cut too; and the cause."""
-        num = num_rows(self.arrays)
-        if not (names := names_of_uncut(self.window.layout, self.arrays, num)):
-            return None, ""
-        layout, arrays = cut_too(self.window.layout, self.arrays, num)
-        cause = f"{names[0]} goes whole to every micro-batch, but is part of the batch: pass it by position"
-        try:
-            window = WindowTrace(self.window.spec, layout, arrays, (self.parameters,))
-            return self._mix(window, _micro_batches(window)), cause
-        except Exception:  # the loss does not run when cut like this
-            return None, ""
+        return [
+            "the loss draws random numbers with a key that is not among its arguments, so each micro-batch draws the "
+            "same numbers, and the whole batch draws others: pass the key as an argument"
+        ]
 
     def cut_elsewhere(self, is_mean: Callable[[Gradient, Gradient, Gradient], bool]) -> str | None:
         rows = self.arrays.rows
@@ -189,7 +166,3 @@ class Trial(trial.Trial):
 
     def _named(self, gradient: Any) -> Gradient:
         return {parameter_name(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(gradient)}
-
-
-def _micro_batches(window: WindowTrace) -> list[Arrays]:
-    return [window.micro_batch(number, size) for number, size in enumerate(window.cut.sizes)]
