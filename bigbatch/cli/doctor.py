@@ -52,7 +52,7 @@ def _version_of(name: str) -> str | None:
 
 def _devices(code: str) -> str:
     """The devices that a framework sees. It loads in a separate process, because frameworks conflict in one."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     if done.returncode:
         return f"does not load: {(done.stderr.strip().splitlines() or ['without a message'])[-1]}"
     return ", ".join(ast.literal_eval(done.stdout.strip().splitlines()[-1]))

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ...core.checkpoint.loop import Resumable
+from ...core.errors import StateError
 from ..config import Config
 from ..engines.engine import Engine
 from . import randomness
-from .folder import CHECKPOINTS, HISTORY, RunFolder
+from .folder import CHECKPOINTS, RunFolder
 
 
 @dataclass
@@ -34,12 +36,14 @@ class RunCheckpoints(Resumable):
         super().__init__(path, every=every, to_array=engine.to_array, from_array=engine.from_array)
         self._folder, self._engine, self._done = folder, engine, done
         self._store.is_read_only = is_read_only
-        self.saved_history = b""
-        """The history in the checkpoint that was loaded."""
+        self._task = f"{Path(config.task).stem} for {config.framework}"
+        self._lines: list[str] = []
+        self._first_line = 0
 
     def restore(self) -> bool:
         """Loads the newest intact checkpoint; False if there is none."""
         has_found = self._restore()
+        self._first_line = self._store.num_lines
         if self._now is not None:
             self._set_random(self._now, None)
         return has_found
@@ -58,6 +62,10 @@ class RunCheckpoints(Resumable):
         if is_in_step or self._store.newest_step != self.num_batches:
             self.save(wait=True)
 
+    def add_line(self, line: str) -> None:
+        """Takes a line of the history into the checkpoints from now on."""
+        self._lines.append(line)
+
     def count(self) -> None:
         """The batch in hand is done."""
         self._count()
@@ -70,13 +78,22 @@ class RunCheckpoints(Resumable):
     # --- what Resumable asks for -----------------------------------------------------------------------------
 
     def _state(self) -> tuple[Any, Mapping[str, bytes]]:
-        return {"engine": self._engine.state(), "run": dict(vars(self._done))}, {HISTORY: self._folder.history()}
+        return {"task": self._task, "engine": self._engine.state(), "run": dict(vars(self._done))}, {}
 
     def _load(self, state: Any, files: Mapping[str, bytes]) -> None:
-        done, history = {name: state["run"][name] for name in vars(self._done)}, files[HISTORY]
+        if state["task"] != self._task:
+            raise StateError(
+                f"the run is of the task {state['task']}, and not of {self._task}: continue it with the task that it "
+                "began with"
+            )
+        done = {name: state["run"][name] for name in vars(self._done)}
         self._engine.load(state["engine"])
         vars(self._done).update(done)
-        self.saved_history = history
+
+    def _lines_from(self, first: int) -> tuple[list[str], str]:
+        del self._lines[: first - self._first_line]  # they are saved
+        self._first_line = first
+        return self._lines, ""
 
     def _progress(self) -> Any:
         return self.num_batches

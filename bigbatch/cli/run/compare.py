@@ -1,24 +1,23 @@
 """Trains with the full batch in a separate process, so that its memory and its failures do not touch the run."""
 
 import json
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
 
 import numpy as np
 
+from ...core.checkpoint.files import check_own, remove, unfinished, write_through
 from ...core.verify.result import Verification
+from ..child import started
 from ..config import VERIFY_FLAGS, Config, option
 from ..errors import NOT_EXACT
 from ..report.run import Run, read_run
 from ..summary import Comparison, FullBatch, Summary, parse
 from .display import Screen
 from .folder import FULL_BATCH, RunFolder
-from .ranks import environment_of_one
-
-_BIGBATCH = [sys.executable, "-m", "bigbatch"]
 
 
 def with_full_batch(summary: Summary, config: Config, folder: RunFolder, screen: Screen) -> Summary:
@@ -41,15 +40,19 @@ def _verify(config: Config, screen: Screen) -> Verification | None:
     """Returns the result of `bigbatch verify`, in a separate process because it needs the memory of the full batch."""
     given = {name: getattr(config, name) for name in VERIFY_FLAGS if name != "framework"}
     flags = [text for name, value in given.items() if value is not None for text in (option(name), str(value))]
-    done = subprocess.run(
-        [*_BIGBATCH, "verify", *_task_of(config), *flags, "--json"],
-        capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment_of_one(),
-    )  # fmt: skip
-    if done.returncode not in (0, NOT_EXACT):
-        lines = done.stderr.strip().splitlines()
-        screen.note(f"not verified: {lines[-1] if lines else f'the process ended with exit code {done.returncode}'}")
+    with TemporaryFile() as output, TemporaryFile() as errors:
+        with started("verify", *_task_of(config), *flags, "--json", output=output, errors=errors) as child:
+            code = child.wait()
+        lines, reasons = _lines(output), _lines(errors)
+    if code not in (0, NOT_EXACT):
+        screen.note(f"not verified: {reasons[-1] if reasons else f'the process ended with exit code {code}'}")
         return None
-    return parse(Verification, json.loads(done.stdout.splitlines()[-1]))
+    return parse(Verification, json.loads(lines[-1]))
+
+
+def _lines(file: IO[bytes]) -> list[str]:
+    file.seek(0)
+    return file.read().decode(errors="replace").strip().splitlines()
 
 
 def _task_of(config: Config) -> list[str]:
@@ -61,35 +64,29 @@ def _task_of(config: Config) -> list[str]:
 def _train_full_batch(config: Config, num_steps: int, folder: RunFolder, screen: Screen) -> str | None:
     """Trains with the full batch as one micro-batch. Returns the reason if it fails."""
     full = replace(config, micro_batch_size=config.batch_size, compare=False, tensorboard=False)
-    folder.path.mkdir(exist_ok=True)
-    folder.clear()
-    wanted = folder.path / "wanted.toml"
-    wanted.write_text(full.as_toml(), encoding="utf-8")
-    log = folder.path / "log.txt"
+    check_own(folder.path, is_folder=True)
+    remove(folder.path)  # what an earlier comparison of this run has left
+    wanted = unfinished(folder.path.with_name("full_batch.toml"))
+    write_through(wanted, full.as_toml().encode())
+    flags = ("--config", str(wanted), "--out", str(folder.path), "--quiet")
     screen.start("full batch", num_steps)
-    with log.open("w") as file:
-        child = subprocess.Popen(
-            [*_BIGBATCH, "train", *_task_of(config), "--config", str(wanted), "--out", str(folder.path), "--quiet"],
-            stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True, env=environment_of_one(),
-        )  # fmt: skip
     try:
-        while child.poll() is None:
-            screen.steps_done(folder.num_steps())
-            time.sleep(0.1)
+        with TemporaryFile() as log:
+            with started("train", *_task_of(config), *flags, output=log, errors=log) as child:
+                while (code := child.poll()) is None:
+                    screen.steps_done(folder.num_steps())
+                    time.sleep(0.1)
+            lines = _lines(log)
     except KeyboardInterrupt:
         return "it was stopped"
     finally:
-        child.kill()
-        child.wait()
         screen.end()
-        wanted.unlink()
-    if child.returncode == 0:
-        log.unlink()
+        remove(wanted)
+    if code == 0:
         return None
-    if child.returncode < 0:
-        return f"its process was killed (signal {-child.returncode}), as happens when memory runs out"
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return f"it ended with exit code {child.returncode}: {lines[-1] if lines else 'without a message'}"
+    if code < 0:
+        return f"its process was killed (signal {-code}), as happens when memory runs out"
+    return f"it ended with exit code {code}: {lines[-1] if lines else 'without a message'}"
 
 
 def compare(ours: Run, full: Run) -> Comparison:

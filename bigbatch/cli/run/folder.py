@@ -1,8 +1,10 @@
 """The run folder: the files that a run writes."""
 
 import json
-import shutil
+import os
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -10,32 +12,59 @@ from typing import Any, TextIO
 import numpy as np
 from safetensors.numpy import load_file, save
 
-from ...core.checkpoint.files import write_whole
-from ...core.errors import OptionError
+from ...core.checkpoint.files import check_own, open_own, read_plain, remove, remove_unfinished, write_whole
+from ...core.checkpoint.store import LOCK
+from ...core.errors import OptionError, StateError
 from ...core.json_values import json_line, to_json
 from ..config import Config
 from ..summary import Record, Summary
 from .tensorboard import EventFile
 
 CONFIG, HISTORY, TIMES, SUMMARY, REPORT = "config.toml", "history.jsonl", "times.jsonl", "summary.json", "report.html"
-FULL_BATCH, CHECKPOINTS, _MODEL = "full_batch", "checkpoints", "model.safetensors"
+FULL_BATCH, CHECKPOINTS, MODEL = "full_batch", "checkpoints", "model.safetensors"
+_FILES = (CONFIG, HISTORY, TIMES, SUMMARY, REPORT, MODEL)
 
 
 class RunFolder:
-    """A run folder. Files are written whole or not at all, except the two that grow by a line per step."""
+    """A run folder. Files are written whole or not at all, except the two that grow by a line per step.
+
+    Nothing is written through a link, and nothing is removed that bigbatch did not make.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._open: dict[str, TextIO] = {}
         self._events: EventFile | None = None
 
-    @classmethod
-    def create(cls, path: Path, *, is_resumed: bool = False) -> "RunFolder":
-        """Makes the folder; raises OptionError if it has a run that is not resumed."""
-        if not is_resumed and any((path / name).exists() for name in (HISTORY, CHECKPOINTS)):
-            raise OptionError(f"{path} has a run already: pass another --out, or continue it with --resume {path}")
-        path.mkdir(parents=True, exist_ok=True)
-        return cls(path)
+    def check_new(self) -> None:
+        """Raises OptionError if anything but the lock of this run is in the folder."""
+        if any(os.path.lexists(self.path / name) for name in (CONFIG, HISTORY)) or self._has_checkpoint():
+            raise OptionError(
+                f"{self.path} has a run already: pass another --out, or continue it with --resume {self.path}"
+            )
+        if os.path.lexists(self.path) and not self.path.is_dir():
+            raise OptionError(f"{self.path} is not a folder: pass another --out")
+        if others := sorted({path.name for path in self._listed(self.path)} - {CHECKPOINTS}):
+            raise OptionError(
+                f"{self.path} has {len(others)} files of something else ({others[0]} first), which a run could "
+                "overwrite: pass another --out"
+            )
+
+    def _has_checkpoint(self) -> bool:
+        return any(path.name != LOCK for path in self._listed(self.path / CHECKPOINTS))
+
+    @staticmethod
+    def _listed(folder: Path) -> list[Path]:
+        return list(folder.iterdir()) if folder.is_dir() else []
+
+    def check_own(self) -> None:
+        """Raises StateError if a link, or something else that bigbatch does not make, has the name of one of ours."""
+        for name in _FILES:
+            check_own(self.path / name)
+        for name in (CHECKPOINTS, FULL_BATCH):
+            check_own(self.path / name, is_folder=True)
+        if not (self.path / CONFIG).exists():
+            raise StateError(f"{self.path} has no {CONFIG}: pass --resume the folder of a run")
 
     def write(self, name: str, text: str) -> None:
         """Writes a text file."""
@@ -44,23 +73,31 @@ class RunFolder:
     def write_config(self, config: Config) -> None:
         self.write(CONFIG, config.as_toml())
 
+    def config(self) -> str:
+        """The options of the run, as they were written."""
+        return read_plain(self.path / CONFIG).decode()
+
     def write_summary(self, summary: Summary) -> None:
         self.write(SUMMARY, json.dumps(to_json(asdict(summary)), indent=2, allow_nan=False) + "\n")
 
-    def add_step(self, record: Record) -> None:
-        """Adds a line to the history, and one to the times: the history is the same in every repetition of a run."""
+    def add_step(self, record: Record) -> str:
+        """Adds a line to the history, which it returns, and one to the times, which differ between repetitions."""
         line = dict(vars(record))
         seconds = line.pop("seconds")
-        self._add(HISTORY, line)
+        text = self._add(HISTORY, line)
         self._add(TIMES, {"step": record.step, "seconds": seconds})
         if self._events is not None:
             self._events.add(record)
+        return text
 
-    def _add(self, name: str, line: dict[str, Any]) -> None:
+    def _add(self, name: str, line: dict[str, Any]) -> str:
         if name not in self._open:
-            self._open[name] = (self.path / name).open("a+", encoding="utf-8")
-        self._open[name].write(json_line(line))
+            descriptor = open_own(self.path / name, os.O_WRONLY | os.O_APPEND)
+            self._open[name] = os.fdopen(descriptor, "a", encoding="utf-8")
+        text = json_line(line)
+        self._open[name].write(text)
         self._open[name].flush()
+        return text
 
     def close(self) -> None:
         for file in self._open.values():
@@ -69,34 +106,31 @@ class RunFolder:
         if self._events is not None:
             self._events.close()
 
-    def history(self) -> bytes:
-        """The history so far: that of the open file, if there is one, whose name may lead to another file by now."""
-        if HISTORY not in self._open:
-            return (self.path / HISTORY).read_bytes()
-        self._open[HISTORY].seek(0)  # writing still appends
-        return self._open[HISTORY].read().encode()
-
     def begin_with(self, history: bytes, *, has_events: bool = False) -> None:
         """Writes the history of the checkpoint, and makes the file of times as long: lost times are null."""
+        remove_unfinished(self.path, "|".join(map(re.escape, _FILES)))
         self._events = EventFile(self.path) if has_events else None
         write_whole(self.path / HISTORY, history)
         path = self.path / TIMES
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last one is empty or cut off
+        lines = read_plain(path).split(b"\n")[:-1] if path.exists() else []  # the last one is empty or cut off
         num_steps = history.count(b"\n")
         lost = "".join(json_line({"step": step, "seconds": None}) for step in range(len(lines), num_steps))
         write_whole(path, b"".join(line + b"\n" for line in lines[:num_steps]) + lost.encode())
 
     def clear(self) -> None:
-        """Removes the files that would keep another run from starting here."""
-        for name in (HISTORY, TIMES):
-            (self.path / name).unlink(missing_ok=True)
-        shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
+        """Removes the files of a run that made no step, so that another can start here."""
+        for name in _FILES:
+            remove(self.path / name)
+        for name in (CHECKPOINTS, FULL_BATCH):
+            remove(self.path / name)
+        with suppress(OSError):  # there may be event files in it
+            self.path.rmdir()
 
     def write_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        write_whole(self.path / _MODEL, save({name: np.ascontiguousarray(array) for name, array in weights.items()}))
+        write_whole(self.path / MODEL, save({name: np.ascontiguousarray(array) for name, array in weights.items()}))
 
     def weights(self) -> dict[str, np.ndarray]:
-        return dict(load_file(self.path / _MODEL))
+        return dict(load_file(self.path / MODEL))
 
     def num_steps(self) -> int:
         """How many steps the history has so far."""
@@ -107,11 +141,17 @@ class RunFolder:
 class ReadOnlyFolder(RunFolder):
     """The run folder on a rank that leaves the writing to rank 0."""
 
+    def check_new(self) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
     def write(self, name: str, text: str) -> None:
         pass
 
-    def add_step(self, record: Record) -> None:
-        pass
+    def add_step(self, record: Record) -> str:
+        return ""
 
     def begin_with(self, history: bytes, *, has_events: bool = False) -> None:
         pass

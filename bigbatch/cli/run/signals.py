@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: Ctrl-C, SIGTERM, and the warning that a job queue sends."""
+"""Signals that ask a run to end: Ctrl-C, SIGTERM, a terminal that closes, and the warning that a job queue sends."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import BY_SIGNAL
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Interruption:

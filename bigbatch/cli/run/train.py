@@ -19,7 +19,7 @@ from .batches import Batches
 from .checkpoints import Progress, RunCheckpoints
 from .compare import with_full_batch
 from .display import Screen
-from .folder import HISTORY, REPORT, SUMMARY, ReadOnlyFolder, RunFolder
+from .folder import CONFIG, HISTORY, REPORT, SUMMARY, ReadOnlyFolder, RunFolder
 from .ranks import Launch
 from .signals import Interruption
 
@@ -34,6 +34,8 @@ class _Training:
         self.num_wanted = self._num_wanted()
         self.batches = Batches(task, config)
         self.peak_bytes: int | None = None
+        self._config_before: str | None = None
+        """The file of a run that goes on, as it was."""
         self.checkpoints = RunCheckpoints(folder, self.engine, config, self.done, is_read_only=not ranks.is_first)
 
     def _num_wanted(self) -> int | None:
@@ -49,7 +51,17 @@ class _Training:
             )
         return None if each is None else each * (self.config.epochs or 1)
 
-    def resume(self) -> None:
+    def begin(self, *, is_resumed: bool) -> None:
+        """Takes the folder before anything is written to it, and loads the newest checkpoint of a run that goes on."""
+        self.checkpoints.claim()
+        if is_resumed:
+            self._config_before = self.folder.config()
+            self._resume()
+        else:
+            self.folder.check_new()  # once more: another process may have been faster
+        self.folder.write_config(self.config)
+
+    def _resume(self) -> None:
         """Loads the newest checkpoint. A run that was killed before its first checkpoint starts again."""
         if not self.checkpoints.restore():
             if (self.folder.path / SUMMARY).exists():
@@ -64,10 +76,9 @@ class _Training:
 
     def run(self) -> int:
         """Trains to the end. Returns 0, or the exit code of a run that ended early."""
-        self.checkpoints.claim()
-        self.folder.begin_with(self.checkpoints.saved_history, has_events=self.config.tensorboard)
+        self.folder.begin_with(self.checkpoints.saved_lines, has_events=self.config.tensorboard)
         self.screen.start(self.task.name, self.num_wanted, self.checkpoints.num_batches)
-        is_in_step = False
+        is_in_step, num_before = False, self.checkpoints.num_batches
         try:
             with Interruption(self.engine.interrupt, self.screen.leave) as interruption:
                 try:
@@ -77,8 +88,11 @@ class _Training:
                 self.checkpoints.save_last(is_in_step=is_in_step)
                 interruption.is_agreed |= self.ranks.agree(interruption.is_asked)
         except Exception:
-            if self.ranks.is_first and not self.checkpoints.num_batches and not self.checkpoints.has_any:
-                self.folder.clear()  # there is nothing to resume, and the same --out may be passed again
+            if self.checkpoints.num_batches == num_before:
+                if self._config_before is not None:  # the next --resume is not to fail for options of this one
+                    self.folder.write(CONFIG, self._config_before)
+                elif not self.checkpoints.has_any:
+                    self.folder.clear()  # there is nothing to resume, and the same --out may be passed again
             raise
         finally:
             self.screen.end()
@@ -115,7 +129,7 @@ class _Training:
         done.num_epochs += is_last
         done.seconds = seconds
         self.peak_bytes = self.engine.peak_bytes()
-        self.folder.add_step(record)
+        self.checkpoints.add_line(self.folder.add_step(record))
         self.checkpoints.count()  # from here on the batch counts as done
         self.screen.step(record, done.num_samples, self.peak_bytes)
 
@@ -165,16 +179,14 @@ def train(
     task: Task, config: Config, out: Path, screen: Screen, ranks: Launch, *, is_resumed: bool = False
 ) -> tuple[Summary | None, int]:
     """Trains, compares and reports. Returns the summary, which only rank 0 has, and the exit code."""
-    folder = RunFolder.create(out, is_resumed=is_resumed) if ranks.is_first else ReadOnlyFolder(out)
-    if not is_resumed:
-        folder.write_config(config)
-    training = _Training(task, config, folder, screen, ranks)
+    folder = RunFolder(out) if ranks.is_first else ReadOnlyFolder(out)
     if is_resumed:
-        training.resume()
-        folder.write_config(config)
-    code = training.run()
-    ranks.end()
-    if not ranks.is_first:
-        return None, code
+        folder.check_own()
+    else:
+        folder.check_new()
+    training = _Training(task, config, folder, screen, ranks)
     with training.checkpoints:  # no other process may train in the folder while this one writes and compares
-        return training.finish(code), code
+        training.begin(is_resumed=is_resumed)
+        code = training.run()
+        ranks.end()
+        return (training.finish(code) if ranks.is_first else None), code

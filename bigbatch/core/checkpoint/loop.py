@@ -1,7 +1,7 @@
 """A loop over epochs of batches that can be stopped anywhere and continued as if nothing had happened."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ..errors import BigBatchError, OptionError, StateError
@@ -44,6 +44,7 @@ class Resumable:
         self._before: Any = None  # `_progress()` before the current batch; None if there is no current batch
         self._data: Any = None
         self._is_restored = False
+        self.saved_lines = b""  # the history in the checkpoint that was loaded
 
     # --- what a framework adds -----------------------------------------------------------------------------
 
@@ -66,6 +67,10 @@ class Resumable:
         random.restore(found)
         if isinstance(data, windows) and found["step"] is not None:
             data.next_step = found["step"]
+
+    def _lines_from(self, first: int) -> tuple[Sequence[str], str]:
+        """The lines of the history from this number on, and the last one, which may still change."""
+        return ([], "") if self.history is None else self.history.lines_from(first)
 
     # --- saving --------------------------------------------------------------------------------------------
 
@@ -93,10 +98,9 @@ class Resumable:
             "random_of_epoch": self._at_epoch,
             "random_of_batch": None if self._before is None else self._at_batch,
         }
-        new, last = ([], "") if self.history is None else self.history.lines_from(self._store.num_lines)
-        self._store.save(
-            self.num_batches, {**state, "last_line": last}, files, new_lines="".join(new).encode(), wait=wait
-        )
+        new, last = self._lines_from(self._store.num_lines)
+        state = {**state, "last_line": last}
+        self._store.save(self.num_batches, state, files, new_lines="".join(new).encode(), wait=wait)
 
     def _restore(self) -> bool:
         """Loads the newest intact checkpoint; returns False if there is none."""
@@ -109,7 +113,7 @@ class Resumable:
             epoch, place, num_batches = map(int, state["place"])
             at_epoch, at_batch, now = state["random_of_epoch"], state["random_of_batch"], state["random"]
             lines = found.log + state["last_line"].encode()
-            steps = None if self.history is None else History.from_lines(lines, found.path)
+            steps = History.from_lines(lines, found.path)
             self._load(state["trained"], found.files)
         except BigBatchError:
             raise
@@ -117,7 +121,8 @@ class Resumable:
             raise StateError(f"{found.path} is not a checkpoint of this kind of run: {error!r}") from error
         self.epoch, self.place, self.num_batches = epoch, place, num_batches
         self._at_epoch, self._at_batch, self._now, self._before = at_epoch, at_batch, now, None
-        if steps is not None and self.history is not None:
+        self.saved_lines = lines
+        if self.history is not None:
             self.history.become(steps)
         if self._at_epoch is None:  # saved by hand, outside of batches()
             self._set_random(self._now, None)
