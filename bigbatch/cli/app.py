@@ -18,7 +18,7 @@ from rich.console import Console
 
 from .. import __version__
 from ..core.errors import BigBatchError, BigBatchWarning, OptionError
-from ..core.text import to_json
+from ..core.json_values import to_json
 from . import errors
 from .config import FLAGS, VERIFY_FLAGS, check_given, check_same_data, merged, read_toml
 from .errors import TaskRaisedError

@@ -1,19 +1,5 @@
 """Everything that bigbatch raises on purpose.
 
-BigBatchError
-├── OptionError      an argument has a value that cannot work
-├── BatchError       a batch or a stream cannot be cut or fed as asked
-├── WeightError      a weight is negative, not finite, or of the wrong kind
-├── LossError        a loss is not a scalar, has no graph, or reaches no parameter
-├── NonFiniteError   a gradient or a loss is not finite, and the caller asked for an error
-├── GradientError    the parameters hold gradients that did not come from this window
-├── OrderError       calls came in an order that makes no sense
-├── Interrupted      a step stopped between two micro-batches, because it was asked to
-├── CaptureError     a pass cannot be captured as a CUDA graph
-├── RankError        another process that trains the same model refused
-├── StateError       a saved state does not fit
-└── MissingExtraError (also an ImportError)   something optional is not installed
-
 A message says what was found, what was expected, and what to do. Parameters and optimizer are unchanged; an
 interrupted step keeps its gradients, and a failed micro_batch() may drop the open window.
 """

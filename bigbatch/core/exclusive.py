@@ -3,7 +3,6 @@
 import functools
 import itertools
 import operator
-import os
 import threading
 import weakref
 from collections import ChainMap
@@ -26,8 +25,6 @@ class _Lock:
         """The call that holds it, by replica. A dict, because `setdefault` tests and takes in one atomic step."""
         self.num_changes = 0
         """How often the parameters were stepped: fused and captured optimizers leave no trace on them (torch 2.13)."""
-        self.is_orphaned = False
-        """Whether a fork left its holder behind."""
 
 
 class _Hold:
@@ -40,19 +37,16 @@ class _Hold:
         self._locks = locks
         self._call = call
         self._replicas = replicas
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._reference: Any = weakref.ref(self, functools.partial(_free, locks, replicas))
-
-    def is_of_this_thread(self) -> bool:
-        return self._thread == threading.get_ident()
 
     def __enter__(self) -> None:
         for lock in self._locks:
             for replica in self._replicas:
                 holder = lock.holders.setdefault(replica, self._reference)
-                if lock.is_orphaned or holder is not self._reference:
+                if holder is not self._reference:
                     self.__exit__()  # it may hold others already
-                    raise OrderError(_refusal(self._call, lock.is_orphaned, holder()))
+                    raise OrderError(_refusal(self._call, holder()))
 
     def __exit__(self, *_: Any) -> None:
         _free(self._locks, self._replicas, self._reference)
@@ -119,11 +113,6 @@ class Exclusive:
         """How many parameters there are, and how often each lock's were changed."""
         return [len(self.held), *[lock.num_changes for lock in self._locks]]
 
-    def recover(self) -> None:
-        """After a fork in the middle of another thread's step: the caller has restored the parameters."""
-        for lock in self._locks:
-            lock.is_orphaned = False
-
 
 def _free(locks: list[_Lock], replicas: Sequence[int], reference: "weakref.ref[_Hold]") -> None:
     for lock in locks:
@@ -132,14 +121,8 @@ def _free(locks: list[_Lock], replicas: Sequence[int], reference: "weakref.ref[_
                 del lock.holders[replica]
 
 
-def _refusal(call: str, is_orphaned: bool, holder: _Hold | None) -> str:
-    if is_orphaned:
-        return (
-            f"{call} was called in a process that was forked while another thread was in the middle of a step, so its "
-            "copy of the parameters may be half updated: fork between steps (in PyTorch, you can also load the "
-            "parameters and call forget())"
-        )
-    if holder is not None and holder.is_of_this_thread():
+def _refusal(call: str, holder: _Hold | None) -> str:
+    if holder is not None and holder.thread == threading.get_ident():
         return (
             f"{call} was called inside a micro_batch() block, or inside another step of the same parameters: "
             "call it after that"
@@ -148,19 +131,3 @@ def _refusal(call: str, is_orphaned: bool, holder: _Hold | None) -> str:
         f"{call} was called while another thread is in a step of the same parameters: "
         "let one thread train them, or have the others wait"
     )
-
-
-def _free_in_child() -> None:
-    """Only the forking thread exists in the child: calls of other threads never end there."""
-    global _assigning
-    _assigning = threading.RLock()
-    for lock in {lock for exclusive in _live for lock in exclusive._lock_of.values()}:
-        for replica, holder_of in list(lock.holders.items()):
-            holder = holder_of()
-            if holder is not None and not holder.is_of_this_thread():
-                del lock.holders[replica]
-                lock.is_orphaned = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_free_in_child)

@@ -10,8 +10,8 @@ from typing import Any
 
 from .checkpoint.files import write_whole
 from .errors import MissingExtraError, StateError
+from .json_values import from_json, to_json
 from .step import Step
-from .text import from_json, to_json
 from .weight import as_terms, check_weight, share
 
 _FIELDS = frozenset(inspect.signature(Step).parameters)

@@ -12,11 +12,11 @@ _REMEDY = "look at the data of that step, lower the learning rate, or clip the g
 
 
 class NonFinite:
-    """Keeps a gradient that is not finite away from the parameters, and reacts as the user chose.
+    """Keeps non-finite gradients away from the parameters, and reacts as the user chose.
 
     "skip":  warn, and start the next window clean; too many skipped steps in a row are an error
     "raise": raise NonFiniteError at once
-    "stop":  skip the step, and make no further one
+    "stop":  skip the step, and take no more
 
     A GradScaler finds its scale by overflowing: such a step is skipped and counted without a warning.
 
@@ -74,7 +74,7 @@ class NonFinite:
         """
         if self.raises and not is_overflow:
             raise NonFiniteError(
-                f"{place} is not finite in step {step}, which was not made: {_REMEDY}, "
+                f"{place} is not finite in step {step}, so it was not taken: {_REMEDY}, "
                 'or pass on_nonfinite="skip" to skip such steps'
             )
         if not self.num_skipped:
@@ -86,7 +86,7 @@ class NonFinite:
             return
         if is_too_many:
             self._due[step] = (
-                f"the last {self.num_skipped} steps were skipped; it began in step {self._first_step}, where "
+                f"the last {self.num_skipped} steps were skipped, starting at step {self._first_step}, where "
                 f"{self._first_place} was not finite: {_REMEDY}, "
                 f"or pass a max_skipped above {self.max_skipped}"
             )

@@ -25,8 +25,8 @@ class _Fetched(Generic[_T]):
         value = vars(step)[self._name]
         if callable(value):
             value = vars(step)[self._name] = value()
-        found: _T = value
-        return found
+        fetched: _T = value
+        return fetched
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -50,7 +50,7 @@ class Step:
         micro_batch_size: How many samples a micro-batch has at most. None if you fed the micro-batches yourself.
         is_applied: Whether the parameters were updated. False if the total weight was 0, or if the gradient was not
             finite.
-        reduction: "mean" or "sum": how the losses of the samples become that of the batch.
+        reduction: "mean" or "sum": how the losses of the samples are combined.
         noise_scale: The gradient noise scale. Nothing measures it yet, so it is None.
     """
 

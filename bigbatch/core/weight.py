@@ -5,7 +5,7 @@ For a window of micro-batches k with mean loss l_k and weight w_k, the loss of t
     loss = sum_k w_k * l_k / W        with  W = sum_k w_k
 
 and its gradient is the gradient of exactly that. All frameworks call the functions in this file, and only `share`
-divides by a total weight. The functions work on plain numbers, tensors and traced arrays: `where`, the only operation
+divides by a weight. The functions work on plain numbers, tensors and traced arrays: `where`, the only operation
 that differs between them, is an argument.
 
 **Count before dividing.** If the whole window is available, W is known before the first backward pass. Multiply each
@@ -14,6 +14,8 @@ loss by w_k / W, and the gradients add up:
     total = totals(weights)
     for micro_batch, weight in zip(window, weights):
         (loss(micro_batch) * share(weight, total)).backward()
+
+(PyTorch passes the share as the gradient argument of `backward()`.)
 
 **Divide once at the end.** If micro-batches arrive one at a time, W is not known yet. Multiply each loss by
 w_k / reference, and the finished sum by reference / W:
@@ -72,8 +74,7 @@ def share(weight: Any, total: Any, where: Where = choose) -> Any:
         where: The framework's `where(condition, value, other)`; leave it out for plain numbers.
     """
     is_empty = total == 0
-    if isinstance(is_empty, bool):  # plain numbers, whatever the framework's own `where` takes
-        where = choose
+    where = _where_for(is_empty, where)
     return where(is_empty, 0.0, weight / where(is_empty, 1.0, total))
 
 
@@ -86,7 +87,13 @@ def shares(weight: Terms, total: Terms, reduction: Reduction = "mean", where: Wh
 
 def counted(value: Any, share: Any, where: Where = choose) -> Any:
     """A loss or a gradient times its share; 0 where the share is 0, even if the value is NaN (a mean over nothing)."""
-    return where(share == 0, 0.0, value * share)
+    is_empty = share == 0
+    return _where_for(is_empty, where)(is_empty, 0.0, value * share)
+
+
+def _where_for(condition: Any, where: Where) -> Where:
+    """`choose` for plain numbers, even if the framework's own `where` is given."""
+    return choose if isinstance(condition, bool) else where
 
 
 def totals(weights: Sequence[Terms]) -> Terms:
@@ -178,8 +185,8 @@ def check_weight(weight: Terms, *, of: str) -> Terms:
     for w in weight:
         if not (is_number(w) and 0 <= as_plain(w) <= _MAX_WEIGHT):
             raise WeightError(
-                f"the weight of {of} is {reprlib.repr(w)}: a weight says over how many samples or tokens "
-                "the loss is a mean, so it must be a finite number of at least 0"
+                f"the weight of {of} is {reprlib.repr(w)}: a weight says how many samples or tokens "
+                "the loss averages over, so it must be a finite number of at least 0"
             )
     return weight
 

@@ -80,11 +80,11 @@ class windows(Generic[T]):  # noqa: N801 - reads as the function that it stands 
 
 
 def check_lists(batch: Any, num_samples: int) -> None:
-    """Raises BatchError for a list with a number for each sample, which would go whole to micro-batches of one."""
+    """Raises BatchError for a list with one number per sample: it is not cut, but probably should be."""
     if type(batch) is list and len(batch) == num_samples > 1 and all(map(is_number, batch)):
         raise BatchError(
-            f"a list of {num_samples} numbers goes whole to every micro-batch, and there are as many samples: pass an "
-            "array if it is part of the batch, or a tuple if it is not"
+            f"a list of {num_samples} numbers is passed whole to every micro-batch, and there are as many samples: "
+            "pass an array if it is part of the batch, or a tuple if it is not"
         )
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
     for part in parts:
@@ -107,7 +107,7 @@ def steps_at(accumulation_steps: AccumulationSteps, step: int) -> int:
 def cuts(batch_size: int, micro_batch_size: int, *, avoid_single_sample: bool = False) -> tuple[slice, ...]:
     """Where a batch is cut into micro-batches: all are full but the last, which has the rest.
 
-    TensorFlow and JAX compute the same places inside of their graphs.
+    TensorFlow cuts at the same places in its graphs. JAX's micro-batches have these sizes but take strided samples.
 
     Args:
         batch_size: The number of samples.

@@ -29,7 +29,7 @@ class Checkpoints(Resumable):
     safetensors, so loading one from somebody else runs no code.
 
     Args:
-        folder: Where checkpoints are kept.
+        folder: Where to keep checkpoints.
         every: How often to save: a number of batches, a time such as "10min", or None for `save()` alone.
         keep: How many checkpoints to keep.
         history: A History to save and to restore as well.
@@ -138,6 +138,6 @@ def _on_host(leaf: Any, name: str) -> Array:
     """A copy on the host, since the next step may donate the buffers of the leaf."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise OptionError(f"{name} is spread over the devices of several processes: save it with orbax instead")
-    found = as_array(np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf))
-    assert found is not None
-    return found
+    array = as_array(np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf))
+    assert array is not None
+    return array

@@ -1,4 +1,4 @@
-"""Several devices: over which axes of the mesh they share a batch, and how a window runs on all of them."""
+"""Several devices: the axes of the mesh over which they share a batch, and a window that runs on all of them."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -137,13 +137,13 @@ def mark_varying(tree: Any, axes: Iterable[str]) -> Any:
 
 
 def add_up(tree: Any, axes: Axes) -> Any:
-    """The sum over devices."""
+    """The sum over the devices of these axes."""
     return lax.psum(tree, axes) if axes else tree
 
 
 @dataclass(frozen=True)
-class Shard:
-    """Which part of a parameter, and so of its gradient, a device has."""
+class ParameterShard:
+    """The part of a parameter, and so of its gradient, that a device has."""
 
     axes: Axes
     """The axes over which the gradient is added up."""
@@ -151,15 +151,15 @@ class Shard:
     """The dimensions that are spread, and their axes."""
 
     @classmethod
-    def of(cls, parameter: Any, axes: Axes) -> "Shard":
-        """On axes of the batch alone: a dimension that is spread over others stays so."""
+    def of(cls, parameter: Any, axes: Axes) -> "ParameterShard":
+        """The shard over the axes of the batch; a dimension that is spread over other axes stays so."""
         spec = _sharding_of(parameter).spec
         dims = [(dim, tuple(axis for axis in axes_of(entry) if axis in axes)) for dim, entry in enumerate(spec)]
         return cls(axes, tuple((dim, found) for dim, found in dims if found))
 
     @classmethod
-    def inside(cls, parameter: Any, axes: Axes) -> "Shard":
-        """In the user's own `shard_map`: a parameter that varies over an axis belongs to the device."""
+    def inside(cls, parameter: Any, axes: Axes) -> "ParameterShard":
+        """In the user's own `shard_map`: a parameter that varies over an axis is the device's own."""
         return cls(tuple(axis for axis in axes if axis not in varying(parameter)))
 
     @property
@@ -204,7 +204,7 @@ def on_mesh(placement: Placement, function: Callable[..., Any], leaves: list[Any
     before = [jax.typeof(leaf).sharding for leaf in leaves]
     needs_reshard = [_is_also_spread_over_other_axes(leaf, placement) for leaf in leaves]
     leaves = [_gathered(leaf, placement) if moved else leaf for leaf, moved in zip(leaves, needs_reshard, strict=True)]
-    shards = [Shard.of(leaf, placement.axes) for leaf in leaves]
+    shards = [ParameterShard.of(leaf, placement.axes) for leaf in leaves]
     specs, rows, whole = [shard.spec for shard in shards], PartitionSpec(placement.axes), PartitionSpec()
 
     def on_device(parts: list[Any], arrays: Arrays) -> tuple[Any, ...]:

@@ -41,12 +41,12 @@ def for_samples(layout: ArgumentLayout, arrays: Arrays, axes: Axes) -> tuple[Arg
         return lax.dynamic_slice_in_dim(of_all, lax.axis_index(axes) * num_samples, num_samples)
 
     def by_sample(key: Any) -> Any:
-        found = _for_each(split, key)
-        return jnp.moveaxis(found, key.ndim, 0) if is_typed_key(key) else found
+        of_samples = _for_each(split, key)
+        return jnp.moveaxis(of_samples, key.ndim, 0) if is_typed_key(key) else of_samples
 
-    found = [by_sample(next(keys)) if role == "key" else next(rows) for role in layout.roles if role in ("rows", "key")]
+    cut = [by_sample(next(keys)) if role == "key" else next(rows) for role in layout.roles if role in ("rows", "key")]
     roles = tuple("rows" if role == "key" else role for role in layout.roles)
-    return replace(layout, roles=roles), Arrays(found, [], arrays.whole)
+    return replace(layout, roles=roles), Arrays(cut, [], arrays.whole)
 
 
 def _for_each(function: Callable[[Any], Any], keys: Any) -> Any:

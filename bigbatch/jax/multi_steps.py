@@ -111,7 +111,7 @@ def multi_steps(
     Besides optax's arguments, `update` takes:
 
     Args:
-        weight: Over how many samples or tokens the loss is a mean: a number, or an array to add up. A micro-batch of
+        weight: How many samples or tokens the loss averages over: a number, or an array to add up. A micro-batch of
             weight zero is left out, even if its gradient is NaN.
         flush: True ends the window with this micro-batch.
         value: The micro-batch's mean loss. The inner optimizer gets that of the window.
@@ -185,8 +185,11 @@ def multi_steps(
 
         zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(apply, grads, state.inner_state)[0])
 
+        def mean(sums: jax.Array, gradient: jax.Array) -> jax.Array:  # in the dtype of the micro-batch's gradient
+            return (sums if reduction == "sum" else share(sums, window.weight, jnp.where)).astype(gradient.dtype)
+
         def close(inner_state: Any) -> tuple[Any, Any, jax.Array]:
-            gradient = _window_gradient(window, grads, reduction)
+            gradient = jax.tree.map(mean, window.sums, grads)
             is_applied = (window.weight > 0) & jnp.isfinite(window.weight)
             if non_finite != "keep":
                 is_applied &= is_finite(gradient)
@@ -237,15 +240,6 @@ def _with_micro_batch(
     return state._replace(weight=total, value=loss, sums=jax.tree.map(plus, sums, grads))
 
 
-def _window_gradient(window: _MultiStepsState, grads: Any, reduction: Reduction) -> Any:
-    """The gradient of the window, in the dtypes of the micro-batch's."""
-
-    def finished(sums: jax.Array, gradient: jax.Array) -> jax.Array:
-        return (sums if reduction == "sum" else share(sums, window.weight, jnp.where)).astype(gradient.dtype)
-
-    return jax.tree.map(finished, window.sums, grads)
-
-
 def _steps_at(accumulation_steps: _Steps, step: jax.Array) -> Any:
     if not callable(accumulation_steps):
         return accumulation_steps
@@ -257,7 +251,7 @@ def _checked_weight(weight: Any, reduction: Reduction) -> jax.Array:
     """The weight of a micro-batch as one number. A traced weight that is wrong becomes NaN: its window is skipped."""
     if weight is None and reduction == "mean":
         raise OptionError(
-            "update() needs weight=…: over how many samples or tokens the loss is a mean; "
+            "update() needs weight=…: how many samples or tokens the loss averages over; "
             "weight=1 if that is the same for all micro-batches; Flax's TrainState.apply_gradients does not pass it "
             "on, docs/jax.md shows a TrainState that does"
         )

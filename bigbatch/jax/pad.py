@@ -11,7 +11,7 @@ from ..core.options import positive
 
 
 def pad(batch: Any, multiple: int) -> tuple[Any, Any]:
-    """Fills a batch up to a multiple of `multiple` samples.
+    """Pads a batch to a multiple of `multiple` samples.
 
         batch, is_real = pad(batch, 8)
 

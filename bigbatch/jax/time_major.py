@@ -35,17 +35,15 @@ def warn_if_recurrent(trace: Callable[[int], Any], size: int) -> None:
 
 
 def _recurrent_lengths(jaxpr: Any) -> list[int]:
-    """The lengths of all scans in which a step depends on the one before."""
-    return [length for length, body, before, after in scans(jaxpr) if _is_recurrent(body, before, after)]
-
-
-def _is_recurrent(body: Any, before: list[Any], after: list[Any]) -> bool:
-    """Whether any floating-point part of the carry is more than a running sum or a buffer that is written to."""
-    return any(
-        not _is_accumulated(body, old, new)
-        for old, new in zip(before, after, strict=True)
-        if jnp.issubdtype(old.aval.dtype, jnp.inexact)
-    )
+    """The lengths of all scans that carry a floating-point value that is more than a running sum or a buffer."""
+    return [
+        length
+        for length, body, before, after in scans(jaxpr)
+        if any(
+            jnp.issubdtype(old.aval.dtype, jnp.inexact) and not _is_accumulated(body, old, new)
+            for old, new in zip(before, after, strict=True)
+        )
+    ]
 
 
 def _is_accumulated(body: Any, old: Any, new: Any) -> bool:

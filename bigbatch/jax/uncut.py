@@ -1,7 +1,6 @@
 """Arrays and lists that are passed whole to every micro-batch although they are part of the batch."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,27 +36,10 @@ def _uncut_error(layout: ArgumentLayout, arrays: Arrays, num_samples: int) -> Ba
         check_lists(list(layout.bind(arrays)), num_samples)
     except BatchError as error:
         return error
-    if not (names := names_of_uncut(layout, arrays, num_samples)):
-        return None
-    return BatchError(
-        f"{names[0]} goes whole to every micro-batch, and has {num_samples} rows, as many as the batch: to cut it like "
-        "the batch, pass it by position, or name it in batch_argnums"
-    )
-
-
-def names_of_uncut(layout: ArgumentLayout, arrays: Arrays, num_samples: int) -> list[str]:
-    """The names of the uncut arrays with as many rows as the batch."""
-    return [name_of(path) for path, role, leaf in layout.leaves(arrays) if _is_uncut(role, leaf, num_samples)]
-
-
-def cut_too(layout: ArgumentLayout, arrays: Arrays, num_samples: int) -> tuple[ArgumentLayout, Arrays]:
-    """The same arguments, with these arrays as part of the batch."""
-    leaves = [(role, leaf) for _, role, leaf in layout.leaves(arrays)]
-    roles = tuple("rows" if _is_uncut(role, leaf, num_samples) else role for role, leaf in leaves)
-    rows = [leaf for role, (_, leaf) in zip(roles, leaves, strict=True) if role == "rows"]
-    whole = [leaf for role, (_, leaf) in zip(roles, leaves, strict=True) if role == "whole"]
-    return replace(layout, roles=roles), Arrays(rows, arrays.keys, whole)
-
-
-def _is_uncut(role: str, leaf: Any, num_samples: int) -> bool:
-    return role == "whole" and jnp.shape(leaf)[:1] == (num_samples,)
+    for path, role, leaf in layout.leaves(arrays):
+        if role == "whole" and jnp.shape(leaf)[:1] == (num_samples,):
+            return BatchError(
+                f"{name_of(path)} is passed whole to every micro-batch, and has {num_samples} rows, as many as the "
+                "batch: to cut it like the batch, pass it by position, or name it in batch_argnums"
+            )
+    return None

@@ -63,14 +63,14 @@ def value_and_grad(
         loss: `loss(params, batch)` returns the mean over the batch it is given, or a tuple of means, whose sum is the
             value.
         micro_batch_size: The number of samples in a micro-batch, on all devices together.
-        weight: `weight(batch)` returns over how many samples or tokens the loss is a mean: a number, or an array to add
+        weight: `weight(batch)` returns how many samples or tokens the loss averages over: a number, or an array to add
             up; for a tuple of means, a tuple of the same length. None: the number of samples.
         argnums: The number of the argument to differentiate by, or several as a tuple, as in JAX.
         has_aux: Whether the loss returns `(loss, aux)`. The value is then `(loss, aux)` too, as in JAX.
         reduction: "mean", or "sum" to add losses up undivided.
-        aux: How to combine what micro-batches return as aux: "concatenate", "sum", "mean" (by weight), or a pytree of
-            these. "auto" concatenates arrays with a row for each sample, adds up integers and takes the mean of the
-            rest.
+        aux: How to combine what micro-batches return as aux: "concatenate", "sum", "mean" (weighted like the first term
+            of the loss), or a pytree of these. "auto" concatenates arrays with a row for each sample, adds up integers
+            and takes the mean of the rest.
         rng: What happens to PRNG keys among the arguments. "per_micro_batch" folds in the number of the micro-batch;
             "per_sample" passes the loss one key for each sample; None passes keys as they are.
         batch_argnums: The numbers of the arguments to cut, if not all are cut.
@@ -78,7 +78,7 @@ def value_and_grad(
             sets. None: as the arrays are spread. Inside of `jit`, arrays on automatic axes do not show that, so it is
             guessed from the mesh.
         axes: In your own `shard_map`, the axes over which devices share the batch. None: read from the arrays.
-        accumulate_dtype: The dtype to add gradients up in. None: that of the parameter, but at least float32.
+        accumulate_dtype: The dtype in which gradients are added up. None: that of the parameter, but at least float32.
 
     Returns:
         A function of the loss's arguments that returns `(value, gradient)`. It works inside and outside of `jit`.
@@ -151,13 +151,12 @@ def _compute(
     arrays = jax.tree.map(jnp.asarray, arrays)
     if spec.rng == "per_sample":
         layout, arrays = for_samples(layout, arrays, axes)
-    shapes = []
+    combines = []
 
     def on_device(spec: Spec, axes: Axes, leaves: list[Any], arrays: Arrays, shards: Any = None) -> Result:
-        window = WindowTrace(spec, layout, arrays, axes)
-        parameters = jax.tree.unflatten(structure, leaves)
-        shapes.append(window.loss_shape(parameters))
-        return window.result(parameters, shapes[-1], shards)
+        window = WindowTrace(spec, layout, arrays, jax.tree.unflatten(structure, leaves), axes, shards)
+        combines.append(window.combine)
+        return window.result()
 
     def call_loss(leaves: list[Any]) -> Any:
         args, kwargs = layout.bind(arrays, jax.tree.unflatten(structure, leaves))
@@ -173,7 +172,7 @@ def _compute(
     gradient = jax.tree.unflatten(structure, result.gradient)
     if not spec.has_aux:
         return result.value, gradient
-    return (result.value, shapes[-1].combine.join(result.aux_rows, result.aux_added)), gradient
+    return (result.value, combines[-1].join(result.aux_rows, result.aux_added)), gradient
 
 
 def _axes_inside(parameters: Any, rows: list[Any]) -> Axes:
@@ -181,8 +180,8 @@ def _axes_inside(parameters: Any, rows: list[Any]) -> Axes:
     axes = varying(rows)
     if own := sorted(axes & varying(parameters)):
         raise OptionError(
-            f"parameters differ over {own[0]!r} as the batch does, so it cannot be seen whether devices train one "
-            "model: pass axes=…, those over which one model's batch is shared, or axes=() if there are none"
+            f"parameters differ over {own[0]!r} as the batch does, so bigbatch cannot tell whether the devices "
+            "train one model: pass axes=…, those over which one model's batch is shared, or axes=() if there are none"
         )
     return tuple(sorted(axes))
 
@@ -204,15 +203,12 @@ def _check_dtype(dtype: Any) -> None:
 
 def _check_parameters(parameters: Any) -> None:
     for leaf in jax.tree.leaves(parameters):
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | complex | float):
+        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic | complex | float)
+        if not (is_array and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)):
+            kind = f"an array of {jnp.result_type(leaf)}" if is_array else f"a {type(leaf).__name__}"
             raise OptionError(
-                f"the parameters have a {type(leaf).__name__} in them, which has no gradient: leave out what is not a "
-                "floating-point array, as eqx.partition and nnx.split do"
-            )
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            raise OptionError(
-                f"the parameters have an array of {jnp.result_type(leaf)} in them, which has no gradient: leave it "
-                "out, or pass it by keyword"
+                f"the parameters have {kind} in them, which has no gradient: pass it by keyword, or leave out what is "
+                "not a floating-point array, as eqx.partition and nnx.split do"
             )
 
 

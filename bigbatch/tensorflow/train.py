@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from ..core.epochs import check_one_way, run_epochs
 from ..core.history import History
-from ..core.train import check_one_way, run_epochs
 from ..core.window import AccumulationSteps
 from .accumulator import Accumulator
 from .backward import Loss

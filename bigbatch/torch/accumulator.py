@@ -471,7 +471,6 @@ class Accumulator:
 
         If several ranks train the model together, every rank calls this.
         """
-        self._exclusive.recover()
         with self._exclusive.hold("forget()"):
             if self.num_fed:
                 self._ranks.drop()

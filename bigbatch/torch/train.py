@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.epochs import check_one_way, run_epochs
 from ..core.history import History
-from ..core.train import check_one_way, run_epochs
 from ..core.window import AccumulationSteps
 from .accumulator import Accumulator
 from .backward import Loss

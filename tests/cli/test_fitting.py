@@ -209,7 +209,7 @@ def test_steps_skipped_before_a_resume_count_in_tensorflow(tmp_path):
     done = run("train", task, "--resume", out, "--steps", 40)
     assert done.returncode == 2, done.stderr
     assert "32 steps were skipped" in " ".join(done.stderr.split())
-    assert "in step 1, where" in " ".join(done.stderr.split())
+    assert "at step 1, where" in " ".join(done.stderr.split())
     assert len((out / "history.jsonl").read_text().splitlines()) == 31
 
 
@@ -223,7 +223,7 @@ def test_checkpoint_with_other_contents(tmp_path):
         store.close()
         done = run("train", task, "--resume", tmp_path / "run", "--steps", 2)
         assert done.returncode == 2, done.stderr
-        assert "is no checkpoint of such a run" in done.stderr.replace("\n", " ")
+        assert "is not a checkpoint of this kind of run" in done.stderr.replace("\n", " ")
     assert (tmp_path / "run" / "history.jsonl").read_bytes() == history
 
 
@@ -264,7 +264,7 @@ def test_run_that_is_still_evaluating_is_not_resumed(tmp_path):
             time.sleep(0.01)
         done = run("train", task, "--resume", out, "--steps", 2)
         assert done.returncode == 2, done.stderr
-        assert "another process trains in" in done.stderr
+        assert "another process is training in" in done.stderr
     finally:
         (tmp_path / "go on").touch()
         assert first.wait(60) == 0

@@ -159,7 +159,7 @@ def test_a_manifest_that_points_outside(name: str, tmp_path: Path) -> None:
     saved(tmp_path / "run")
     (tmp_path / "run" / "secret").write_bytes(b"secret")
     forged(tmp_path / "run" / "000002", {**plain({}), "secret": b"secret"}, {"secret": name})
-    assert "is no name for a file of a checkpoint" in damaged(tmp_path / "run")
+    assert "is not a valid checkpoint file name" in damaged(tmp_path / "run")
 
 
 def bomb(mark: Path) -> bytes:
@@ -235,7 +235,7 @@ def test_other_formats_and_manifests(tmp_path: Path) -> None:
         (second / MANIFEST).write_bytes(_signed(manifest))
         damaged(tmp_path)
     (second / MANIFEST).write_bytes(b"{" + b" " * (2 << 20) + b"}")
-    assert "1048576 are allowed" in damaged(tmp_path)
+    assert "at most 1048576 are allowed" in damaged(tmp_path)
 
 
 def test_none_that_is_whole(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     raised, told, found = done.stdout.splitlines()
     assert raised == "raised File too large"
     assert "could not be written" in told
-    assert "the ones before are untouched" in told
+    assert "earlier ones are untouched" in told
     assert found == "found 4"
     assert {path.name for path in tmp_path.iterdir()} == {"000001", "000002", "lock"}
 

@@ -1,7 +1,6 @@
 """Locks of parameters: one call at a time, for every accumulator that trains them."""
 
 import copy
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -134,29 +133,3 @@ def test_a_copy_has_its_own_locks():
     twin._parameters = lambda: [Parameter()]
     with own.hold("step()"):
         assert is_free(twin)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_fork_in_the_middle_of_another_threads_call_must_recover():
-    own, read, write = exclusive(), *os.pipe()
-
-    def call():
-        try:
-            with own.hold("step()"):
-                return "free"
-        except OrderError as error:
-            return "forked" if "forked while another thread" in str(error) else "held"
-
-    hold = in_another_thread(lambda: own.hold("step()"))
-    hold.__enter__()  # as if the other thread, which made it, had entered it
-    if (child := os.fork()) == 0:
-        found = [call()]
-        own.recover()
-        os.write(write, " ".join([*found, call()]).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(read, 100) == b"forked free"
-    assert call() == "held"
-    os.close(read)
-    os.close(write)

@@ -82,7 +82,7 @@ def test_a_second_process_is_refused_and_a_second_signal_ends_at_once(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert start(["train", task, "--resume", tmp_path / "run"], tmp_path / "other.txt").wait(60) == 2
-    assert "another process trains in" in (tmp_path / "other.txt").read_text()
+    assert "another process is training in" in (tmp_path / "other.txt").read_text()
     process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     assert process.poll() is None

@@ -41,7 +41,7 @@ def call(compiled: bool, loss: Any = loss, batch: Any = BATCH, params: Any = Non
         ({"weight": lambda b: jnp.array(1j)}, WeightError, "array of complex"),
         ({"weight": lambda b: np.array([3.0, -1.0])}, WeightError, "is -1.0"),
         ({"weight": lambda b: -1}, WeightError, "is -1"),
-        ({"loss": lambda p, b: (loss(p, b), {"a": "b"}), "has_aux": True}, LossError, "nothing but numbers"),
+        ({"loss": lambda p, b: (loss(p, b), {"a": "b"}), "has_aux": True}, LossError, "only numbers"),
         (
             {"loss": lambda p, b: (loss(p, b), jax.random.key(0)), "has_aux": True},
             OptionError,
@@ -54,7 +54,7 @@ def call(compiled: bool, loss: Any = loss, batch: Any = BATCH, params: Any = Non
         (
             {"loss": lambda p, b: (loss(p, b), {"name": "low"}), "has_aux": True},
             LossError,
-            "return nothing but numbers",
+            "return only numbers",
         ),
         ({"params": {"w": jnp.ones(5, int), "b": jnp.zeros(())}}, OptionError, "an array of int"),
     ],
@@ -133,7 +133,7 @@ def test_a_list_beside_micro_batches_of_one() -> None:
         return loss(params, (batch[0], jnp.asarray(batch[1])))
 
     x, y = BATCH
-    with pytest.raises(BatchError, match="a list of 11 numbers goes whole to every micro-batch"):
+    with pytest.raises(BatchError, match="a list of 11 numbers is passed whole to every micro-batch"):
         value_and_grad(listed, 1)(make_params(), (x, y.tolist()))
     assert value_and_grad(lambda p, b: loss(p, b[:2]), 1)(make_params(), (x, y, [0.5, 0.7]))[0] > 0
 

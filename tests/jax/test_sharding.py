@@ -373,7 +373,7 @@ def test_loss_that_is_already_reduced():
     mesh, _ = make_mesh("four devices", AUTO)
     ours = value_and_grad(lambda params, batch: lax.pmean(samples_loss(params, batch), "data"), 2)
     mapped = jax.shard_map(ours, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    with pytest.raises(LossError, match="the same on all devices of 'data', so it was reduced over them already"):
+    with pytest.raises(LossError, match="the same on all devices of 'data', so it is already reduced over them"):
         jax.jit(mapped)(classifier(), samples(16)[0])
 
 

@@ -58,7 +58,7 @@ def test_argnums(argnums):
 
 
 def test_extra_arguments():
-    """Scalars and what is no array go whole, and so do keyword arguments, also those with as many rows as the batch."""
+    """Scalars and non-arrays are passed whole, and so are keyword arguments, even with as many rows as the batch."""
     params, table = classifier(), np.linspace(0.5, 2.0, 13)
 
     def loss(params, batch, scale, mode, *, by, flag=False):
@@ -450,7 +450,7 @@ def test_in_a_scan_over_batches():
         (
             lambda p: value_and_grad(loss_xy, 1)(p, X, y=Y),
             BatchError,
-            "goes whole .* has 13 rows, as many as the batch",
+            "is passed whole .* has 13 rows, as many as the batch",
         ),
         (lambda p: value_and_grad(samples_loss)({**p, "f": jnp.tanh}, BATCH), OptionError, "the parameters have a"),
         (lambda p: value_and_grad(loss_xy, 2, weight=lambda x, y: [1])(p, X, Y), WeightError, r"is \[1\]"),

@@ -568,7 +568,7 @@ def test_list_of_numbers_with_micro_batch_size_1_is_refused() -> None:
     """It would be broadcast silently."""
     accumulator = make(1)
     before = snapshot(accumulator)
-    with pytest.raises(BatchError, match="a list of 11 numbers goes whole to every micro-batch"):
+    with pytest.raises(BatchError, match="a list of 11 numbers is passed whole to every micro-batch"):
         accumulator.step((*make_batch(), [0.5] * 11))
     assert_untouched(accumulator, before)
 

@@ -1,7 +1,6 @@
 """Two calls at once: the second is refused and the first is exact; a window of two models is never applied."""
 
 import gc
-import os
 import threading
 import weakref
 from typing import Any
@@ -233,36 +232,6 @@ def test_on_several_replicas() -> None:
     for _ in range(2):
         strategy.run(on_replica)
     assert accumulator.last_step.is_applied
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 warns about forks with threads
-def test_fork_releases_the_lock_of_another_thread_in_the_child() -> None:
-    """This tests only the lock, because TensorFlow does not survive a fork."""
-    exclusive = make(None)._exclusive
-    may_end = threading.Event()
-    has_begun = threading.Event()
-
-    def hold() -> None:
-        with exclusive.hold("step()", range(2)):
-            has_begun.set()
-            may_end.wait(30)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert has_begun.wait(30)
-    with pytest.raises(OrderError, match=BUSY), exclusive.hold("step()", [1]):
-        pass
-    child = os.fork()
-    if child == 0:
-        try:
-            exclusive.recover()
-            with exclusive.hold("step()", range(2)):
-                os._exit(7)
-        finally:
-            os._exit(1)
-    may_end.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_lock_of_a_model_is_freed_with_its_accumulator() -> None:

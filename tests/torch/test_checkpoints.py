@@ -453,7 +453,7 @@ def test_two_processes_in_one_folder(tmp_path: Path) -> None:
         "except Exception as error: print(type(error).__name__, error)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
-    assert done.stdout.startswith("OrderError another process trains in")
+    assert done.stdout.startswith("OrderError another process is training in")
     loop.checkpoints.close()
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.stdout == ""

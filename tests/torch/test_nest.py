@@ -446,7 +446,7 @@ def test_a_dict_whose_items_are_its_attributes():
 def test_list_of_numbers_with_micro_batch_size_1_is_refused():
     """It would be broadcast silently; with larger micro-batches the shapes do not fit in the loss."""
     for labels in ([0.5] * 7, {"y": [1] * 7}):
-        with pytest.raises(BatchError, match="a list of 7 numbers goes whole to every micro-batch"):
+        with pytest.raises(BatchError, match="a list of 7 numbers is passed whole to every micro-batch"):
             cut((X, labels), 1)
         assert len(cut((X, labels), 2)[0]) == 4
     assert len(cut((X, (0.5,) * 7, [0.5, 0.7]), 1)[0]) == 7

@@ -44,7 +44,7 @@ def test_raise_names_the_step_and_the_first_parameter(way: str) -> None:
     feed(accumulator, make_batch(), way)
     accumulator.scheduler = torch.optim.lr_scheduler.StepLR(accumulator.optimizer, 1)
     before, state = snapshot(accumulator), accumulator.optimizer.state_dict()["state"][0]["step"].clone()
-    with pytest.raises(NonFiniteError, match=r"the gradient of 0\.weight is not finite in step 2, which was not made"):
+    with pytest.raises(NonFiniteError, match=r"the gradient of 0\.weight is not finite in step 2, so it was not taken"):
         feed(accumulator, bad_batch(), way)
     assert_untouched(accumulator, before)
     assert torch.equal(accumulator.optimizer.state_dict()["state"][0]["step"], state)
@@ -94,7 +94,7 @@ def test_too_many_skipped_steps_name_the_first_one() -> None:
     accumulator.loss = loss
     skip(accumulator)
     before = snapshot(accumulator)
-    message = r"3 steps were skipped; it began in step 4, where the gradient of 2\.weight was not finite: .* 3$"
+    message = r"3 steps were skipped, starting at step 4, where the gradient of 2\.weight was not finite: .* 3$"
     with pytest.warns(BigBatchWarning, match="step 6 was skipped"), pytest.raises(NonFiniteError, match=message):
         feed(accumulator, bad_batch())
     assert_untouched(accumulator, before)
@@ -110,7 +110,7 @@ def test_the_count_is_saved() -> None:
     second.load_state_dict(first.state_dict())
     with (
         pytest.warns(BigBatchWarning),
-        pytest.raises(NonFiniteError, match=r"3 steps were skipped; it began in step 1,"),
+        pytest.raises(NonFiniteError, match=r"3 steps were skipped, starting at step 1,"),
     ):
         feed(second, bad_batch())
 
@@ -153,7 +153,7 @@ def test_overflow_with_a_scaler_is_only_counted(on_nonfinite: Any) -> None:
         assert not accumulator.step(overflowing()).is_applied
         assert accumulator.is_stopped
     else:
-        with pytest.raises(NonFiniteError, match=r"3 steps were skipped; .* gradient of 0\.weight was not"):
+        with pytest.raises(NonFiniteError, match=r"3 steps were skipped, .* gradient of 0\.weight was not"):
             accumulator.step(overflowing())
     assert accumulator.scaler.get_scale() == 2.0**97
 

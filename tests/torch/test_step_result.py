@@ -99,6 +99,6 @@ def test_warning_raised_as_an_error_loses_no_step(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(BigBatchWarning, match="step 3 was skipped"):
             accumulator.step(good)
     assert accumulator.num_steps == 4
-    with pytest.raises(NonFiniteError, match=r"2 steps were skipped; it began in step 2"):
+    with pytest.raises(NonFiniteError, match=r"2 steps were skipped, starting at step 2"):
         accumulator.step(good)
     assert accumulator.step(good).is_applied

@@ -41,7 +41,7 @@ WORDS = {
     "float32": "compared in float32, because",
     "hooks": "hooks of parameters act on",
     "missing": "parameters have no gradient when the loop ends",
-    "sign": "the sign is turned",
+    "sign": "the sign is flipped",
     "divided": "divided by the number of micro-batches",
     "undivided": "not divided: ",
     "short": "so its gradient is too small",
@@ -53,7 +53,7 @@ WORDS = {
     "odd": "is not divided like the others",
     "clipped": "clipped after each micro-batch",
     "stale": "has something in it that is in none",
-    "refuses": "why could not be found out",
+    "refuses": "the cause is unknown because the loss fails",
     "never zeroed": "gradients are not zeroed",
     "steps": "steps of the optimizer for a window",
     "elsewhere": "steps an optimizer that holds none",
@@ -62,8 +62,8 @@ WORDS = {
     "dropout off": "dropout was switched off",
     "drawn in eval": "random numbers are drawn in eval mode",
     "no loop": "no loop over these micro-batches can be exact",
-    "unexplained": "the cause could not be told",
-    "unclear": "more than that cannot be told in this precision",
+    "unexplained": "the cause could not be determined",
+    "unclear": "which of the two cannot be told in this precision",
 }
 EXACT = "exact"
 

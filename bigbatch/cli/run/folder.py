@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save
 
 from ...core.checkpoint.files import write_whole
 from ...core.errors import OptionError, StateError
-from ...core.text import to_json
+from ...core.json_values import to_json
 from ..config import Config
 from ..summary import Record, Summary
 

@@ -1,4 +1,4 @@
-"""Files that are written as a whole or not at all."""
+"""Files that are written completely or not at all."""
 
 import errno
 import os
@@ -57,12 +57,12 @@ def remove(path: Path) -> None:
 
 
 def read_plain(path: Path, max_bytes: int | None = None) -> bytes:
-    """Returns the content of a plain file; raises ValueError for a pipe, and OSError for a link."""
+    """Returns the content of a regular file; raises ValueError for a pipe, and OSError for a link."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{path.name} is no plain file")
-        if max_bytes is not None and found.st_size > max_bytes:
-            raise ValueError(f"{path.name} has {found.st_size} bytes, {max_bytes} are allowed")
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode):
+            raise ValueError(f"{path.name} is not a regular file")
+        if max_bytes is not None and info.st_size > max_bytes:
+            raise ValueError(f"{path.name} has {info.st_size} bytes, but at most {max_bytes} are allowed")
         return file.read()

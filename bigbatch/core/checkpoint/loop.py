@@ -20,7 +20,7 @@ HISTORY = "history.jsonl"
 class Resumable:
     """What the checkpoints of all frameworks share: the position in the data, random states, the history.
 
-    A framework's class adds what is trained: `_state()` returns it, `_load(state, files)` changes all of it or nothing,
+    A framework's class adds what is trained: `_state()` returns it, `_load(state, files)` loads all of it or nothing,
     and `_progress()` shows whether anything was trained.
     """
 
@@ -37,12 +37,12 @@ class Resumable:
         self._every = Every(every)
         self._store = Store(folder, keep=keep, to_array=to_array, from_array=from_array)
         self.history = history
-        self.num_batches = 0  # how many batches are done, of all epochs
-        self.epoch = self.place = 0  # the epoch, and how many of its batches are done
-        self._at_epoch: Any = None  # the random state before the epoch; None between two epochs
-        self._at_batch: Any = None  # the random state before the batch in hand was read
-        self._now: Any = None  # the random state to set after the finished batches were skipped; None if none is due
-        self._before: Any = None  # the progress before the batch in hand; None if the loop has none
+        self.num_batches = 0  # finished batches of all epochs
+        self.epoch = self.place = 0  # the current epoch, and the number of its finished batches
+        self._at_epoch: Any = None  # random state at the start of the current epoch; None between epochs
+        self._at_batch: Any = None  # random state just before the current batch was read
+        self._now: Any = None  # random state to restore once the finished batches are skipped; None if none is pending
+        self._before: Any = None  # `_progress()` before the current batch; None if there is no current batch
         self._data: Any = None
         self._is_restored = False
 
@@ -56,11 +56,11 @@ class Resumable:
         raise NotImplementedError
 
     def _progress(self) -> Any:
-        """Something that differs after every batch that was trained on. It does not wait for a device."""
+        """A value that changes with every batch that is trained on. Does not wait for a device."""
         raise NotImplementedError
 
     def _random(self, data: Any) -> dict[str, Any]:
-        """The random state, and the step of windows whose length varies."""
+        """The random state, and the step number of `windows`, whose length may depend on it."""
         return {**random.state(), "step": data.next_step if isinstance(data, windows) else None}
 
     def _set_random(self, found: dict[str, Any], data: Any) -> None:
@@ -73,10 +73,10 @@ class Resumable:
     def save(self, *, wait: bool = False) -> None:
         """Saves a checkpoint now: copies the state at once, and writes it in the background.
 
-        In the loop, or after it was left, the batch in hand counts as done if it was trained on to its end.
+        The current batch counts as finished if it was trained on, also after the loop was left.
 
         Args:
-            wait: Whether to wait until the checkpoint is written, and to raise an error if it cannot be.
+            wait: Whether to wait until the checkpoint is written, and raise an error if it cannot be.
         """
         self._count_if_trained()
         self._every.saved(self.num_batches)
@@ -112,7 +112,7 @@ class Resumable:
         except BigBatchError:
             raise
         except Exception as error:  # a checkpoint of something else may hold anything
-            raise StateError(f"{found.path} is no checkpoint of such a run: {error!r}") from error
+            raise StateError(f"{found.path} is not a checkpoint of this kind of run: {error!r}") from error
         self.epoch, self.place, self.num_batches = epoch, place, num_batches
         self._at_epoch, self._at_batch, self._now, self._before = at_epoch, at_batch, now, None
         if steps is not None and self.history is not None:
@@ -139,7 +139,7 @@ class Resumable:
     # --- the loop ------------------------------------------------------------------------------------------
 
     def batches(self, data: Iterable[_Item], epochs: int = 1) -> Iterator[_Item]:
-        """The batches of all epochs that are not done yet, in their original order.
+        """The unfinished batches of all epochs, in their original order.
 
             for batch in checkpoints.batches(loader, epochs=10):
                 accumulator.step(batch)
@@ -148,8 +148,9 @@ class Resumable:
         from the global random generators gets the same ones again: their state at the start of the epoch is saved.
 
         Args:
-            data: Batches, or `windows` of micro-batches, that can be iterated again: a list or a DataLoader.
-            epochs: How many epochs there are, those that are done included.
+            data: Batches, or `windows` of micro-batches, in a list, a DataLoader or anything else that can be iterated
+                again.
+            epochs: How many epochs there are, including finished ones.
         """
         positive("epochs", epochs)
         stream = stream_of(data)
@@ -183,14 +184,14 @@ class Resumable:
         number = -1
         for number, item in enumerate(data):
             if number >= num_done:
-                self._continue_random(data)  # a batch that was in hand when it was saved
+                self._continue_random(data)  # the batch that was current when it was saved
                 self._before = self._progress()
                 yield item
                 if self._before is not None:  # else save() has counted it
                     self._count()
                 if self._every.is_due(self.num_batches) and not self._store.is_writing:
                     self.save()
-            elif number == num_done - 1:  # the last one that is done
+            elif number == num_done - 1:  # the last finished one
                 if self._at_batch is None:
                     self._continue_random(data)
                 else:
@@ -204,7 +205,7 @@ class Resumable:
             )
 
     def _begin_epoch(self, data: Any) -> None:
-        """Tells samplers the number of the epoch, by which they shuffle."""
+        """Tells samplers the epoch number, from which they shuffle."""
         data = stream_of(data)
         for part in (data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None)):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -221,5 +222,5 @@ class Resumable:
             self._count()
 
     def _count(self) -> None:
-        """The batch in hand is done."""
+        """Counts the current batch as finished."""
         self.place, self.num_batches, self._before = self.place + 1, self.num_batches + 1, None

@@ -82,7 +82,7 @@ def _packed(value: Any, path: str, convert: Callable[[Any], Array | None], array
         return {"bytes": value.hex()}
     raise StateError(
         f"{path or 'the state'} is a {type(value).__name__}, which is not saved since loading it would run code: "
-        "make it of numbers, text, lists, dicts and arrays"
+        "use only numbers, text, lists, dicts and arrays"
     )
 
 
@@ -104,11 +104,11 @@ def unpacked(value: Any, arrays: Mapping[str, np.ndarray], convert: Callable[[Ar
     if kind == "bytes":
         return bytes.fromhex(inner)
     if kind in ("dict", "counter"):
-        found = {unpacked(key, {}): unpacked(item, arrays, convert) for key, item in inner}
-        return found if kind == "dict" else Counter(found)
+        items = {unpacked(key, {}): unpacked(item, arrays, convert) for key, item in inner}
+        return items if kind == "dict" else Counter(items)
     if kind in ("list", "tuple"):
-        items = [unpacked(item, arrays, convert) for item in inner]
-        return items if kind == "list" else tuple(items)
+        values = [unpacked(item, arrays, convert) for item in inner]
+        return values if kind == "list" else tuple(values)
     raise StateError(f"a saved state has a {kind}, which is not known here: it may be of a newer version")
 
 
@@ -124,17 +124,17 @@ def to_safetensors(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def from_safetensors(content: bytes) -> dict[str, np.ndarray]:
-    found: dict[str, np.ndarray] = safetensors().load(content)
-    return found
+    arrays: dict[str, np.ndarray] = safetensors().load(content)
+    return arrays
 
 
 def safetensors() -> Any:
     """safetensors for NumPy; raises MissingExtraError if it is not installed."""
     try:
-        import safetensors.numpy as found
+        import safetensors.numpy as module
     except ModuleNotFoundError as error:
         raise MissingExtraError('checkpoints need safetensors: pip install "bigbatch[checkpoint]"') from error
-    return found
+    return module
 
 
 def to_bytes(tree: Any, convert: Callable[[Any], Array | None] = as_array) -> bytes:

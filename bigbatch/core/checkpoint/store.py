@@ -83,9 +83,9 @@ class Store:
         if os.getpid() != self._pid:
             raise OrderError(
                 f"the checkpoints in {self.folder} are written by process {self._pid} and this is {os.getpid()}, which "
-                "was forked from it: save in the first, or open another folder"
+                "was forked from it: save in the original process, or use another folder"
             )
-        with suppress(OSError):  # the writer will meet it too
+        with suppress(OSError):  # the writer will raise it too
             self.claim()
         plain, arrays = packed(state, self._to_array)
         texts = {STATE: to_json(plain), **(files or {})}
@@ -108,7 +108,7 @@ class Store:
         number = max((number for number, _ in self._all()), default=0) + 1
         path, part = self.folder / f"{number:06}", self.folder / f"{number:06}.part"
         make_folder(self.folder)
-        for left in self.folder.glob("[0-9]*.part"):  # by a process that was killed while it wrote
+        for left in self.folder.glob("[0-9]*.part"):  # from a process that was killed while writing
             remove(left)
         try:
             part.mkdir()
@@ -124,7 +124,7 @@ class Store:
         self._drop_old()
 
     def _drop_old(self) -> None:
-        """Removes all but the newest intact ones. Each is renamed first, so that it never looks whole while it goes."""
+        """Removes all but the newest intact ones. Renames each first, so that a half-removed one never looks intact."""
         intact = [number for number, path in self._all() if path not in self._damaged]
         for number, path in self._all():
             if len(intact) > self.keep and number < intact[-self.keep]:
@@ -151,12 +151,12 @@ class Store:
     def warn_not_written(self, error: BaseException) -> None:
         """Warns that a checkpoint could not be written."""
         warn(
-            f"a checkpoint could not be written to {self.folder} ({_reason(error)}): the ones before are untouched, "
-            "and training continues; see that the folder can be written to and has space"
+            f"a checkpoint could not be written to {self.folder} ({_reason(error)}): earlier ones are untouched, "
+            "and training continues; make sure the folder is writable and has free space"
         )
 
     def claim(self) -> None:
-        """Keeps other processes from writing here until `close`; raises OrderError if one does.
+        """Keeps other processes from writing here until `close`; raises OrderError if another one holds the folder.
 
         The lock is released when the process ends, however it ends. Forked processes do not inherit it.
         """
@@ -169,7 +169,7 @@ class Store:
         except (BlockingIOError, PermissionError) as error:
             os.close(descriptor)
             raise OrderError(
-                f"another process trains in {self.folder}: wait until it has ended, or take another folder"
+                f"another process is training in {self.folder}: wait until it ends, or use a different folder"
             ) from error
         except OSError:  # a file system without locks
             pass
@@ -206,11 +206,11 @@ class Store:
         return None
 
     def _read(self, path: Path) -> Checkpoint:
-        """One checkpoint. Every byte is compared with what was written before any is used."""
+        """Reads one checkpoint; all checksums are verified before anything is used."""
         try:
             step, contents = _verified_contents(path)
             state = unpacked(json.loads(contents.pop(STATE)), from_safetensors(contents.pop(ARRAYS)), self._from_array)
-        except Exception as error:  # a stranger may have put anything there
+        except Exception as error:  # somebody else may have put anything there
             raise StateError(f"{path} is damaged ({_reason(error)})") from error
         return Checkpoint(path, step, state, contents)
 
@@ -229,7 +229,7 @@ def _manifest_of(step: int, contents: Mapping[str, bytes]) -> bytes:
 
 
 def _signed(manifest: Mapping[str, Any]) -> bytes:
-    """A manifest as a file: its only spelling as JSON, and the checksum of that. So a changed byte is always found."""
+    """The manifest as a file: canonical JSON, followed by its checksum, so that any changed byte is noticed."""
     text = json.dumps(manifest, indent=1, sort_keys=True)
     return f"{text}\n{_digest(text.encode())}\n".encode()
 
@@ -263,7 +263,7 @@ def _verified_contents(path: Path) -> tuple[int, dict[str, bytes]]:
 def _check_name(name: str) -> None:
     """Raises ValueError unless this is the name of a file in the checkpoint's own folder."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name) or name == MANIFEST:
-        raise ValueError(f"{name[:100]!r} is no name for a file of a checkpoint")
+        raise ValueError(f"{name[:100]!r} is not a valid checkpoint file name")
 
 
 def _reason(error: BaseException) -> str:

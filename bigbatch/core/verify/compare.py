@@ -29,7 +29,7 @@ def audit(trial: Trial, tolerance: float | None = None, loop: Loop | None = None
             if not reasons:
                 reasons, epsilon = _experiment(trial, full, found, tolerance, loop)
             if not reasons and not causes:
-                reasons = ["the cause could not be told from the gradients"]
+                reasons = ["the cause could not be determined from the gradients"]
             causes += reasons
     if again is not None:
         twice = {name: 2 * gradient for name, gradient in found.items()}

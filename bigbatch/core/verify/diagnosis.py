@@ -36,7 +36,7 @@ class Experiments:
         with suppress(Exception):  # a loss may refuse samples in another order
             shuffled = np.random.default_rng(0).permutation(self._all_rows).tolist()
             moved = float(np.linalg.norm(self._gradient_of(shuffled) - whole) / (np.linalg.norm(whole) or 1.0))
-        self.rounding = max(own, moved) if moved < 1e-4 else own  # more than that is no rounding: the order matters
+        self.rounding = max(own, moved) if moved < 1e-4 else own  # more than that is not rounding: the order matters
         self._close = max(1e-9, 20 * self.rounding)
 
     def obstacle(self) -> str | None:
@@ -51,7 +51,7 @@ class Experiments:
         return None
 
     def _gradient_of(self, rows: Rows, term: int | None = None) -> Array:
-        """The gradient with the loss behind it, scaled to the gradient's norm: the same laws hold for both."""
+        """The gradient with the loss appended, scaled to the gradient's norm: the same laws hold for both."""
         gradient, loss = self.trial.gradient_of(rows, term)
         return np.append(self._sketch(gradient), loss * self._loss_unit)
 
@@ -76,8 +76,8 @@ class Experiments:
         names = ", ".join(trial.carried_over()) or "a state of the model or of the loss"
         return [
             *causes,
-            f"a pass changes what the next one sees ({names}): each micro-batch from the same start adds up to "
-            "the full batch, one after the other they do not",
+            f"a pass changes what the next one sees ({names}): micro-batches that start from the same state add up to "
+            "the full batch, but run one after the other they do not",
         ]
 
     def _explain_rounding(self, whole: Array, ours: Array) -> str:
@@ -135,7 +135,7 @@ class Experiments:
         except Exception as error:
             return (
                 "the loss of the whole batch is not the mean of those of its micro-batches, weighted as `weight` says; "
-                f"why could not be found out, because the loss refuses other batches ({error})"
+                f"the cause is unknown because the loss fails on other batches ({error})"
             )
         if kind == "mean":
             if trial.reduction == "sum":
@@ -268,13 +268,13 @@ _CAUSES: dict[Kind, str] = {
         "micro-batch repeats: take the mean over the samples, or use the optimizer's weight_decay"
     ),
     "coupled": (
-        "the loss couples the samples of a batch: the loss of the whole batch is no weighted mean of the losses of its "
-        "micro-batches (a contrastive loss, a BatchNorm that normalises by what it is fed, a root of a mean), so it "
-        "cannot be cut"
+        "the loss couples the samples of a batch: the loss of the whole batch is not a weighted mean of the losses of "
+        "its micro-batches (a contrastive loss, a BatchNorm that normalises by what it is fed, a root of a mean), so "
+        "it cannot be cut"
     ),
     "unclear": (
-        "the loss is no single mean over samples: it is the sum of several means, or it couples the samples; more than "
-        "that cannot be told in this precision"
+        "the loss is not a single mean over samples: it is the sum of several means, or it couples the samples; which "
+        "of the two cannot be told in this precision"
     ),
 }
 

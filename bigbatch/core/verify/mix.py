@@ -94,9 +94,9 @@ def explain_loop(mix: Mix, right: Array, backwards: Callable[[], Mix] | None = N
     found, num, close = mix.coefficients, len(right), mix.close
     if not mix.is_complete:
         return (
-            "the gradient has something in it that is in none of the micro-batches: the loop adds what the loss does "
-            "not have (a penalty, noise, gradients of an earlier window), changes gradients element by element "
-            "(clip_grad_value_), or computes another loss"
+            "the gradient has something in it that is in none of the micro-batches: the loop adds something "
+            "that is not in the loss (a penalty, noise, gradients of an earlier window), changes gradients element by "
+            "element (clip_grad_value_), or computes another loss"
         )
     if not mix.is_unique:
         return "the micro-batches' gradients are too alike to tell how each was weighted"
@@ -167,7 +167,7 @@ def _proportional(scale: float, right: Array, close: float) -> str:
     if np.isclose(scale * full_window, 1.0, rtol=close):
         return "the loop divides by the size of a full window, but this window is smaller, so its gradient is too small"
     if scale < 0:
-        return f"the sign is turned: the whole gradient is {scale:.4g} times what it should be"
+        return f"the sign is flipped: the whole gradient is {scale:.4g} times what it should be"
     if scale < 1:
         return f"the whole gradient is {scale:.4g} times what it should be (under-scaled or clipped)"
     return f"the whole gradient is {scale:.4g} times what it should be"

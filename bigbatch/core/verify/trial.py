@@ -18,7 +18,7 @@ Rows = Sequence[int]
 class Trial(Protocol):
     """A copy of the user's model, a batch, and the ways to take its gradient.
 
-    What not every framework has, such as hooks, has a neutral default.
+    Features that not every framework has, such as hooks, have neutral defaults.
     """
 
     reduction: Reduction
@@ -36,7 +36,7 @@ class Trial(Protocol):
     def gradient_of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
         """The gradient and the loss of these samples in one pass, each sample as often as it is listed.
 
-        Every call starts from the same state and the same random numbers, and runs no hooks of parameters.
+        Every call starts from the same state and random numbers, and runs no parameter hooks.
 
         Args:
             rows: The samples.

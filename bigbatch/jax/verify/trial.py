@@ -12,13 +12,11 @@ from ...core.errors import LossError
 from ...core.verify import trial
 from ...core.verify.result import total_error_of
 from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
-from ...core.window import cuts
 from ..arguments import ArgumentLayout, Arrays, num_rows
 from ..checks import check_gradients, parameter_name
 from ..internals import calls, dropout_off
 from ..keys import for_micro_batch, for_samples
-from ..uncut import cut_too, names_of_uncut
-from ..window import LossShape, Spec, WindowTrace
+from ..window import Spec, WindowTrace
 
 _DRAWING = ("random_bits", "threefry2x32", "rng_bit_generator")
 
@@ -34,12 +32,11 @@ class Trial(trial.Trial):
         self.reduction = spec.reduction
         self.parameters = parameters
         self.arrays = arrays
-        self.window = WindowTrace(spec, layout, arrays)
-        self.shape = self.window.loss_shape((parameters,))
-        self.micro_batches = _micro_batches(self.window)
-        numbered = WindowTrace(spec, layout, arrays._replace(rows=[jnp.arange(num_rows(arrays))]))
-        self.parts = [micro_batch.rows[0].tolist() for micro_batch in _micro_batches(numbered)]
-        dtypes = [self.shape.terms_dtype, *(leaf.dtype for leaf in jax.tree.leaves(parameters))]
+        self.window = WindowTrace(spec, layout, arrays, (parameters,))
+        numbers, sizes = jnp.arange(num_rows(arrays)), self.window.cut.sizes
+        self.micro_batches = [self.window.micro_batch(k, size) for k, size in enumerate(sizes)]
+        self.parts = [self.window.cut.take(numbers, k, size).tolist() for k, size in enumerate(sizes)]
+        dtypes = [self.window.terms_dtype, *(leaf.dtype for leaf in jax.tree.leaves(parameters))]
         self.epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         self._compiled: dict[int | None, Any] = {}
         self.has_dropout = False
@@ -56,7 +53,7 @@ class Trial(trial.Trial):
         return any(not np.array_equal(a, b, equal_nan=True) for a, b in found)
 
     def full(self) -> Gradient:
-        found = self._mix(self.window, self.micro_batches, self.shape) if self.is_random else self._of(self.arrays)
+        found = self._mix() if self.is_random else self._of(self.arrays)
         if not any(map(np.any, found.values())):
             raise LossError(
                 "the gradient of the whole batch is zero everywhere, so nothing can be compared: use the parameters "
@@ -64,15 +61,15 @@ class Trial(trial.Trial):
             )
         return found
 
-    def _mix(self, window: WindowTrace, micro_batches: list[Arrays], shape: LossShape) -> Gradient:
-        """The gradient of the weighted mean of the losses of these micro-batches, as one function."""
-        right = self._scales(window, micro_batches, shape)
+    def _mix(self) -> Gradient:
+        """The gradient of the weighted mean of the micro-batches' losses, as one function."""
+        right = self.right_scales()
 
         def loss(parameters: Any) -> Any:
             return sum(
                 scale * term
-                for micro_batch, row in zip(micro_batches, right, strict=True)
-                for term, scale in zip(window.loss((parameters,), micro_batch)[0], row, strict=True)
+                for micro_batch, row in zip(self.micro_batches, right, strict=True)
+                for term, scale in zip(self.window.loss((parameters,), micro_batch)[0], row, strict=True)
                 if scale
             )
 
@@ -80,7 +77,7 @@ class Trial(trial.Trial):
 
     def accumulated(self) -> Gradient:
         with self._settled():
-            found = jax.jit(lambda parameters: self.window.result(parameters, self.shape).gradient)((self.parameters,))
+            found = jax.jit(lambda parameters: self.window.at((parameters,)).result().gradient)(self.parameters)
         return self._named(jax.tree.unflatten(jax.tree.structure(self.parameters), found))
 
     def gradient_of(self, rows: Rows, term: int | None = None) -> tuple[Gradient, float]:
@@ -109,10 +106,7 @@ class Trial(trial.Trial):
         return once(), once()
 
     def right_scales(self) -> Array:
-        return self._scales(self.window, self.micro_batches, self.shape)
-
-    def _scales(self, window: WindowTrace, micro_batches: list[Arrays], shape: LossShape) -> Array:
-        weights = [tuple(map(float, window.weights(micro_batch, shape))) for micro_batch in micro_batches]
+        weights = [tuple(map(float, self.window.weights(micro_batch))) for micro_batch in self.micro_batches]
         return scales_of(weights, self.reduction)
 
     def notes(self) -> list[str]:
@@ -131,39 +125,13 @@ class Trial(trial.Trial):
         return []
 
     def explained(self) -> list[str]:
-        full = self._of(self.arrays)
-        gap = total_error_of(full, self.accumulated())
-        if gap < self.epsilon:
+        is_exact = total_error_of(self._of(self.arrays), self.accumulated()) < self.epsilon
+        if is_exact or self.is_random or self.has_dropout or not self._draws_inside():
             return []
-        cut, cause = self._cut_too()
-        if cut is not None and total_error_of(full, cut) < 1e-3 * gap:
-            return [cause]
-        if self._is_nonlinear(full):
-            return [
-                "the gradient of twice the loss is not twice the gradient: something in the backward pass, such as a "
-                "custom_vjp that clips, depends on the size of the incoming gradient, which is larger in a micro-batch "
-                "than in the whole batch; clip the finished gradient instead (optax.clip)"
-            ]
-        if not self.is_random and not self.has_dropout and self._draws_inside():
-            return [
-                "the loss draws random numbers with a key that is not among its arguments, so each micro-batch draws "
-                "the same numbers, and the whole batch draws others: pass the key as an argument"
-            ]
-        return []
-
-    def _cut_too(self) -> tuple[Gradient | None, str]:
-        """The gradient if arrays that are passed whole, with as many rows as the batch, are cut too; and the cause."""
-        num = num_rows(self.arrays)
-        if not (names := names_of_uncut(self.window.layout, self.arrays, num)):
-            return None, ""
-        layout, arrays = cut_too(self.window.layout, self.arrays, num)
-        window = WindowTrace(self.window.spec, layout, arrays)
-        cause = f"{names[0]} goes whole to every micro-batch, but is part of the batch: pass it by position"
-        try:
-            shape = window.loss_shape((self.parameters,))
-            return self._mix(window, _micro_batches(window), shape), cause
-        except Exception:  # the loss does not run when cut like this
-            return None, ""
+        return [
+            "the loss draws random numbers with a key that is not among its arguments, so each micro-batch draws the "
+            "same numbers, and the whole batch draws others: pass the key as an argument"
+        ]
 
     def cut_elsewhere(self, is_mean: Callable[[Gradient, Gradient, Gradient], bool]) -> str | None:
         rows = self.arrays.rows
@@ -182,19 +150,12 @@ class Trial(trial.Trial):
             "the second axis the gradient is right; put the samples first, and swap the axes in the loss"
         )
 
-    def _is_nonlinear(self, full: Gradient) -> bool:
-        """Whether the backward pass is not linear. False if the loss gives another gradient each time."""
-        if not total_error_of(full, self._of(self.arrays)) < 1e-4:
-            return False
-        twice = {name: 2 * g for name, g in full.items()}
-        return total_error_of(twice, self._of(self.arrays, 2.0)) > 1e-4
-
     def _draws_inside(self) -> bool:
         loss = jax.make_jaxpr(lambda parameters: self.window.loss((parameters,), self.arrays)[0])
         return calls(loss(self.parameters).jaxpr, _DRAWING)
 
-    def _of(self, arrays: Arrays, scale: float = 1.0) -> Gradient:
-        return self._gradient_of(lambda parameters: scale * sum(self.window.loss((parameters,), arrays)[0]))
+    def _of(self, arrays: Arrays) -> Gradient:
+        return self._gradient_of(lambda parameters: sum(self.window.loss((parameters,), arrays)[0]))
 
     def _gradient_of(self, loss: Callable[[Any], Any]) -> Gradient:
         with self._settled():
@@ -205,8 +166,3 @@ class Trial(trial.Trial):
 
     def _named(self, gradient: Any) -> Gradient:
         return {parameter_name(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(gradient)}
-
-
-def _micro_batches(window: WindowTrace) -> list[Arrays]:
-    sizes = [part.stop - part.start for part in cuts(num_rows(window.arrays), window.cut.size)]
-    return [window.micro_batch(number, size) for number, size in enumerate(sizes)]

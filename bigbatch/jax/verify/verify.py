@@ -49,7 +49,7 @@ def verify(
         batch: A batch that fits into memory as a whole: the second argument of the loss.
         loss: `loss(parameters, batch, *args, **kwargs)` returns the mean over the batch, or a tuple of means.
         micro_batch_size: The number of samples in a micro-batch.
-        weight: `weight(batch)` returns over how many samples or tokens the loss is a mean; for a tuple of means, a
+        weight: `weight(batch)` returns how many samples or tokens the loss averages over; for a tuple of means, a
             tuple of the same length. None: the number of samples.
         has_aux: Whether the loss returns `(loss, aux)`.
         reduction: "mean", or "sum" if the loss adds up.

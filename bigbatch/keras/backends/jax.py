@@ -12,8 +12,8 @@ from keras import tree
 from keras.src.backend import set_keras_mask
 
 from ...core.errors import BatchError
+from ...jax.cut import Cut
 from ...jax.distributed import add_up
-from ...jax.loop import Cut
 from .. import checks, loss
 from ..loss import Batch, LossSpec, Measured
 from .step import FitStep

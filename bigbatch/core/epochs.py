@@ -22,25 +22,25 @@ def run_epochs(
     """Calls `step` with every window of every epoch; returns the history.
 
     Args:
-        step: Makes one step of the optimizer.
+        step: Takes one step of the optimizer.
         data: Micro-batches, or without `accumulation_steps` the batches themselves.
         accumulation_steps: The number of micro-batches in a window, or a function of the step number.
-        epochs: How often to iterate over the data.
-        flushed: A generator of the steps that are left at the end of an epoch, those of other ranks too.
-        is_stopped: Whether the step before was the last.
+        epochs: How many times to iterate over the data.
+        flushed: Returns the steps that remain at the end of an epoch, including those of other ranks.
+        is_stopped: Whether to stop after the step that was just taken.
     """
     positive("epochs", epochs)
     if epochs > 1 and iter(data) is data:
         raise BatchError(
-            f"data is a {type(data).__name__}, which is spent after 1 of {epochs} epochs: "
+            f"data is a {type(data).__name__}, which is exhausted after 1 of {epochs} epochs: "
             "pass something that can be iterated again, such as a list or a data loader"
         )
     history = History()
     stream: Iterable[Any] = data if accumulation_steps is None else windows(data, accumulation_steps)
     for epoch in range(epochs):
         before = len(history)
-        for made in chain(map(step, stream), flushed()):
-            history.append(made)
+        for taken in chain(map(step, stream), flushed()):
+            history.append(taken)
             if is_stopped():
                 return history
         if isinstance(stream, windows):
@@ -56,14 +56,9 @@ def run_epochs(
 
 
 def check_one_way(accumulation_steps: AccumulationSteps | None, micro_batch_size: int | None) -> None:
-    """Raises OptionError unless one of them says whether data gives micro-batches or batches to cut."""
-    if accumulation_steps is None and micro_batch_size is None:
+    """Raises OptionError unless exactly one of the two is given: it says what data yields."""
+    if (accumulation_steps is None) == (micro_batch_size is None):
         raise OptionError(
-            "train_with_accumulation() does not know what data is made of: pass accumulation_steps=… if it gives "
-            "micro-batches, or micro_batch_size=… if it gives batches to cut"
-        )
-    if accumulation_steps is not None and micro_batch_size is not None:
-        raise OptionError(
-            f"accumulation_steps={accumulation_steps!r} says that data gives micro-batches, and "
-            f"micro_batch_size={micro_batch_size!r} that it gives batches to cut: pass one of the two"
+            f"accumulation_steps={accumulation_steps!r} and micro_batch_size={micro_batch_size!r}: pass exactly one, "
+            "accumulation_steps if data yields micro-batches, or micro_batch_size if it yields batches to cut"
         )
