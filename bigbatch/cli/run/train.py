@@ -17,7 +17,7 @@ from ..summary import Record, Summary
 from ..task import Task
 from . import randomness
 from .batches import Batches
-from .checkpoints import Progress, RunCheckpoints
+from .checkpoints import RunCheckpoints
 from .compare import with_full_batch
 from .display import Screen
 from .folder import REPORT, SUMMARY, ReadOnlyFolder, RunFolder
@@ -30,12 +30,11 @@ class _Training:
 
     def __init__(self, task: Task, config: Config, folder: RunFolder, screen: Screen, ranks: Launch) -> None:
         self.task, self.config, self.folder, self.screen, self.ranks = task, config, folder, screen, ranks
-        self.done = Progress()
         self.engine: Engine = make_engine(task, config, ranks)
         self.num_wanted = self._num_wanted()
         self.batches = Batches(task, config)
         self.peak_bytes: int | None = None
-        self.checkpoints = RunCheckpoints(folder, self.engine, config, self.done, is_read_only=not ranks.is_first)
+        self.checkpoints = RunCheckpoints(folder, self.engine, config, is_read_only=not ranks.is_first)
 
     def _num_wanted(self) -> int | None:
         """How many steps the run will have; None if that is not known."""
@@ -91,9 +90,9 @@ class _Training:
 
     def _train(self, interruption: Interruption) -> None:
         steps, epochs = self.config.steps, self.config.epochs or 1
-        if self.done.num_epochs >= epochs if steps is None else self.checkpoints.num_batches >= steps:
+        if self.checkpoints.progress.num_epochs >= epochs if steps is None else self.checkpoints.num_batches >= steps:
             return
-        began = time.perf_counter() - self.done.seconds
+        began = time.perf_counter() - self.checkpoints.progress.seconds
         for batch, is_last in self.checkpoints.batches(self.batches, epochs if steps is None else sys.maxsize):
             self._step(batch, is_last, began)
             interruption.is_agreed |= self.ranks.agree(interruption.is_asked, batch, is_last)
@@ -101,7 +100,7 @@ class _Training:
                 break
 
     def _step(self, batch: object, is_last: bool, began: float) -> None:
-        done = self.done
+        done = self.checkpoints.progress
         lr = self.config.lr_at(done.num_applied, self.num_wanted)
         self.engine.set_lr(lr)
         num_samples = self.engine.num_samples(batch)
@@ -136,7 +135,7 @@ class _Training:
 
     def _summary(self, code: int) -> Summary:
         losses = History.load(self.folder.path / HISTORY).losses
-        done, size = self.done, self.config.micro_batch_size
+        done, size = self.checkpoints.progress, self.config.micro_batch_size
         parts = rank_slices(self.config.batch_size, self.ranks.num)
         return Summary(
             version=__version__,
