@@ -57,7 +57,7 @@ class RunCheckpoints(Resumable):
             self.save(wait=True)
 
     def count(self) -> None:
-        """The batch in hand is done."""
+        """Counts the batch in hand as done."""
         self._count()
 
     @property
