@@ -87,8 +87,8 @@ torch: gradients add up in the dtype of the parameter | torch/gradients.py | tes
 - return _promoted(parameter.dtype, self._dtype)
 + return parameter.dtype
 torch: a parameter without a gradient gets zeros | torch/gradients.py | test-torch
-- [(p, g) for p, g in zip(self.parameters, self._held, strict=True) if g is not None]
-+ [(p, torch.zeros_like(p) if g is None else g) for p, g in zip(self.parameters, self._held, strict=True)]
+- [(p, g) for p, g in zip(self.parameters, self._before, strict=True) if g is not None]
++ [(p, torch.zeros_like(p) if g is None else g) for p, g in zip(self.parameters, self._before, strict=True)]
 torch: two gradients in the same memory are both added to | torch/gradients.py | test-torch
 - if STORAGE_USERS(storage._cdata) > ALONE:
 + if STORAGE_USERS(storage._cdata) > ALONE + 1:
@@ -99,8 +99,8 @@ torch: clipping comes before unscaling | torch/update.py | test-torch
 - self._precision.unscale(self._optimizer, sums)
 + pass
 torch: an infinite gradient passes the finite check | torch/update.py | test-torch
-- if not math.isfinite(norm) or fetched is not None:
-+ if math.isnan(norm) or fetched is not None:
+- if not math.isfinite(norm) or loss_terms is not None:
++ if math.isnan(norm) or loss_terms is not None:
 torch: the schedule steps on a skipped step | torch/update.py | test-torch
 - elif self.scheduler is not None and result.is_applied:
 + elif self.scheduler is not None:
@@ -114,7 +114,7 @@ ranks: the total weight is not reduced | torch/distributed/totals.py | test-rank
 - tuple(int(t) if t.is_integer() else t for t in rest[:num]),
 + tuple(int(t) if t.is_integer() else t for t in map(float, own.total or rest[:num])),
 ranks: the gradient of a fed window is not reduced | torch/accumulator.py | test-ranks
-- if self._ranks.is_shared:
+- if self._ranks.is_distributed:
 -                 has_all_terms = self.reduction
 + if self._ranks.is_sharded:
 +                 has_all_terms = self.reduction
@@ -241,9 +241,9 @@ cli: skipped steps of TensorFlow are forgotten by a resume | cli/engines/tensorf
 - return [variable for variable in self.accumulator.variables if id(variable) not in others]
 + return [v for v in self.accumulator.variables if id(v) not in others and v.name != "skipped:0"]
 torch: the sums are in .grad while the loss runs | torch/gradients.py | test-torch
-- self.keep()
+- self.store_new()
 -             clear(self.parameters)
-+ self.keep()
++ self.store_new()
 +             return
 ranks: another model in DDP reduces in every micro-batch | torch/distributed/other_models.py | test-ranks
 - model.require_backward_grad_sync = model.require_forward_param_sync = False

@@ -67,6 +67,10 @@ class Exclusive:
 
     Args:
         parameters: Returns what is trained now; an optimizer may be given more parameters while it trains.
+
+    Attributes:
+        held: The parameters as of the last `hold`. While they are in this list, no other object gets their ids. It is a
+            new list if they have changed.
     """
 
     def __init__(self, parameters: Callable[[], Sequence[Any]]) -> None:
@@ -79,7 +83,7 @@ class Exclusive:
 
     def __setstate__(self, parameters: Callable[[], Sequence[Any]]) -> None:
         self._parameters = parameters
-        self._held: Sequence[Any] = ()  # while they live, no other object gets their ids
+        self.held: Sequence[Any] = ()
         self._locks: list[_Lock] = []
         self._lock_of: dict[int, _Lock] = {}  # by the id of the parameter
 
@@ -88,7 +92,7 @@ class Exclusive:
         with _assigning:
             known = ChainMap(self._lock_of, *(other._lock_of for other in _live))
             new = _Lock()
-            self._held = parameters
+            self.held = parameters
             self._lock_of = {key: known.get(key, new) for key in map(id, parameters)}
             # in one order for all: of two calls that want the same locks, one gets them all
             self._locks = sorted(set(self._lock_of.values()), key=lambda lock: lock.number)
@@ -102,7 +106,7 @@ class Exclusive:
             replicas: The replicas whose copies of the parameters it trains.
         """
         now = self._parameters()
-        if len(now) != len(self._held) or any(map(operator.is_not, now, self._held)):
+        if len(now) != len(self.held) or any(map(operator.is_not, now, self.held)):
             self._assign(now)
         return _Hold(self._locks, call, replicas)
 
@@ -113,7 +117,7 @@ class Exclusive:
 
     def num_changes(self) -> list[int]:
         """How many parameters there are, and how often each lock's were changed."""
-        return [len(self._held), *[lock.num_changes for lock in self._locks]]
+        return [len(self.held), *[lock.num_changes for lock in self._locks]]
 
     def recover(self) -> None:
         """After a fork in the middle of another thread's step: the caller has restored the parameters."""

@@ -27,19 +27,16 @@ from .gradients import GradientBuffer, Gradients
 from .precision import Precision
 from .state import SavedState, packed
 from .sums import Sums
+from .time_major import TimeAxis
 from .transfer import transfer_for
 from .update import Losses, Update
-from .verify.time_major import TimeAxis
-from .window import Cut, MicroBatch, PartialWindow, Shares, Weight, fetch_weights, on_host
+from .window import Cut, MicroBatch, PartialWindow, Weight, fetch_weights, on_host, shares_of_step
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-"""What `with self._ranks.…() if is_shared else _NOTHING` enters in one process, where that method does nothing either.
-
-The condition saves a call for every micro-batch.
-"""
+"""What a step in one process enters in place of `self._ranks.…()`: there, it never calls into `distributed/`."""
 
 
 class Accumulator:
@@ -77,8 +74,8 @@ class Accumulator:
         micro_batch_size: How many samples a micro-batch has, for `step(batch)`.
         accumulation_steps: How many micro-batches a window has, for `micro_batch()`: a number, or a function of the
             step number.
-        weight: `weight(micro_batch)` returns over how many the loss is a mean: samples if left out; tokens in a
-            language model. A tuple if the loss has several terms.
+        weight: `weight(micro_batch)` returns how many items the loss averages over: the number of samples if left
+            out; the number of tokens in a language model. A tuple if the loss has several terms.
         reduction: "mean", or "sum" to add losses up undivided.
         clip_norm: Scales the gradient of the batch down to this norm, as `clip_grad_norm_` does. None for no limit.
         clip_value: Clamps each value of that gradient, after `clip_norm`. None for no limit.
@@ -90,7 +87,7 @@ class Accumulator:
         group: The process group of the ranks; that of the model if None.
         reduce: With fully_shard: "window" reduces gradients once a window, "micro_batch" each time, with less memory.
         on_nonfinite: If the gradient is not finite, "skip" the step, "raise" NonFiniteError, or "stop" training.
-        max_skipped: After how many skipped steps in a row to raise NonFiniteError. None for never.
+        max_skipped: Raise NonFiniteError after this many skipped steps in a row; None for never.
     """
 
     model, optimizer, reduction = Fixed(), Fixed(), Fixed()
@@ -135,7 +132,7 @@ class Accumulator:
         self.capture, self.group, self.reduce = capture, group, reduce
         self._gradients = Gradients(optimizer, {p: name for name, p in model.named_parameters()}, accumulate_dtype)
         self._exclusive = self._gradients.exclusive
-        parameters = self._gradients.held()
+        parameters = self._gradients.parameters()
         self._precision = Precision(precision, scaler, parameters, self._gradients.is_widened)
         self.scaler = self._precision.scaler
         self._ranks = ranks_of(model, self._gradients, group, reduce)
@@ -143,7 +140,7 @@ class Accumulator:
         self._update = Update(optimizer, self._gradients, self._precision, self._ranks, self._nonfinite, reduction)
         self.clip_norm, self.clip_value, self.scheduler = clip_norm, clip_value, scheduler
         self._transfer = transfer_for(parameters)
-        self._time_axis = TimeAxis(model, can_run_twice=not self._ranks.is_shared)
+        self._time_axis = TimeAxis(model, can_run_twice=not self._ranks.is_distributed)
         self._eager = Backward(model, self._gradients, self._precision, self._ranks, self._transfer, self._time_axis)
         self._captured = capture_for(capture, model, loss, self._gradients, self._eager, self._ranks)
         if self._captured is not None:
@@ -179,8 +176,8 @@ class Accumulator:
             batch: A nest of tensors, which is cut along its leading axis, or a `Window` of micro-batches.
         """
         with self._exclusive.hold("step()"):
-            cut, window, counts = self._cut_and_weigh(batch)  # micro-batches with their weights; what is done of them
-            get_totals = self._ranks.agree(counts)  # waits for the total weight W of all ranks
+            cut, window, counts = self._cut_and_weigh(batch)  # micro-batches with their weights, and progress so far
+            get_totals = self._ranks.agree(counts)  # starts to add up the total weight W; get_totals() waits for it
             num_done = len(window.losses)
             try:
                 sums, losses = self._accumulate(cut, window, get_totals)  # forward and backward of each; reduced once
@@ -196,22 +193,22 @@ class Accumulator:
         A rank that has no data, or fewer micro-batches than others, takes part in what the others do.
         """
         (sums,), losses = window.sums, window.losses
-        is_shared, passes = self._ranks.is_shared, cut.passes
+        is_distributed, passes = self._ranks.is_distributed, cut.passes
         arriving = self._arriving(cut, len(losses), get_totals)
-        shares = Shares(get_totals, self.reduction)  # w / W
-        with self._ranks.window() if is_shared else _NOTHING, GradientBuffer(self._gradients, sums) as buffer:
+        get_shares = shares_of_step(get_totals, self.reduction)  # w / W
+        with self._ranks.window() if is_distributed else _NOTHING, GradientBuffer(self._gradients, sums) as buffer:
             for number, micro_batch in enumerate(arriving, len(losses)):
                 weight = passes[number][1]
-                with self._passing(number, cut, get_totals) if is_shared else _NOTHING:
-                    losses.append(self._backward(self.loss, micro_batch, weight, shares, buffer))
-                if self.is_interrupted and number + 1 < len(passes) and not is_shared:
+                with self._passing(number, cut, get_totals) if is_distributed else _NOTHING:
+                    losses.append(self._backward(self.loss, micro_batch, weight, get_shares, buffer))
+                if self.is_interrupted and number + 1 < len(passes) and not is_distributed:
                     break
             # with fully_shard, all ranks make equally many passes, since each gathers parameters
             num_passes = max(get_totals().num_passes) if self._ranks.is_sharded else 0
             for number in range(len(passes), num_passes):
                 with self._ranks.passing(is_last=number == num_passes - 1):
                     self._eager.run_spare(self.loss, buffer)
-            if is_shared:
+            if is_distributed:
                 self._reduce(buffer, get_totals(), has_all_terms=cut.has_all_terms(*cut.pass_weights))
         if len(losses) < len(passes):
             raise self._interruption(window, len(passes))
@@ -224,23 +221,23 @@ class Accumulator:
         if self.loss is None:
             raise OptionError("step() needs a loss: pass Accumulator(model, optimizer, loss, …)")
         window = self._window
-        with self._ranks.raise_on_all_ranks() if self._ranks.is_shared else _NOTHING:
+        with self._ranks.raise_on_all_ranks() if self._ranks.is_distributed else _NOTHING:
             self._update.check_not_held_back()
             self._gradients.check_empty()
             num_hooks = self._gradients.check_hooks()
-            if self._ranks.is_shared and is_empty(batch):
+            if self._ranks.is_distributed and is_empty(batch):
                 cut = Cut(reduction=self.reduction)
             else:
                 has_norms = any(map(checks.normalises_by_batch, self._batch_norms))
                 cut = Cut.of(batch, self.micro_batch_size, self.weight, self.reduction, has_norms=has_norms)
-            if self._ranks.is_shared:
+            if self._ranks.is_distributed:
                 self._ranks.check(self._gradients, cut.weights if self.reduction == "mean" else ())
             if window is None:
                 window = PartialWindow.of_step(cut)
             else:
                 window.check_same(cut.weights)
-                window.check_unchanged(self._gradients.marks())
-                window.check_trainable(self._gradients.held())
+                window.check_unchanged(self._gradients.versions())
+                window.check_trainable(self._gradients.parameters())
         self._window = None
         if self._batch_norms:
             self._warn_of_batch_norm(len(cut.weights))
@@ -256,7 +253,7 @@ class Accumulator:
         micro_batches = [micro_batch for micro_batch, _ in cut.passes[num_done:]]
         if self._captured is not None:
             self._captured.begin(self.loss)
-        if self._ranks.is_shared:
+        if self._ranks.is_distributed:
             self._ranks.begin(micro_batches, get_totals)
         return micro_batches if self._transfer is None else self._transfer.arriving(micro_batches)
 
@@ -271,16 +268,16 @@ class Accumulator:
     def _reduce(self, buffer: GradientBuffer, totals: Totals, *, has_all_terms: bool) -> None:
         """Makes the sums those of all ranks."""
         if has_weight(totals.total, totals.num_micro_batches, self.reduction):
-            buffer.put()
+            buffer.load()
             self._ranks.complete(buffer, has_all_terms=has_all_terms)
 
     def _check_before(self, call: str, what: str) -> None:
         """Raises before anything begins: errors of earlier steps, calls in a wrong order, an interruption."""
-        self._nonfinite.check(self._update.num_steps - 1)  # the last step may not be known on all ranks alike
+        self._nonfinite.check(self._update.num_steps - 1)  # some ranks may not know yet how the last step ended
         self._nonfinite.check_not_stopped()
         if self._window is not None and self._window.is_of_step != (call == "step()"):
             raise self._window.refuse(call)
-        if what and self.is_interrupted and not self._ranks.is_shared:
+        if what and self.is_interrupted and not self._ranks.is_distributed:
             self.is_interrupted = False
             raise Interrupted(
                 f"step {self.num_steps + 1} was interrupted before this {what}: save state_dict(), and pass the same "
@@ -331,14 +328,14 @@ class Accumulator:
             micro = MicroBatch(partial(self._eager.feed, window, terms))
             try:
                 with (
-                    self._ranks.passing(is_last=False) if self._ranks.is_shared else _NOTHING,
+                    self._ranks.passing(is_last=False) if self._ranks.is_distributed else _NOTHING,
                     self._precision.autocast() if self._precision.dtype else _NOTHING,
                 ):
                     yield micro
                 micro.check_fed()
                 self._window = window
             except BaseException as error:
-                window.seen = self._gradients.marks()
+                window.seen = self._gradients.versions()
                 if micro.has_begun:
                     self._window = None
                     self._ranks.drop()
@@ -352,21 +349,21 @@ class Accumulator:
             if len(window.losses) >= num_wanted:
                 micro.step = self._close(is_ending=False)
             else:
-                window.seen = self._gradients.marks()  # the loss itself may change parameters, others may not
+                window.seen = self._gradients.versions()  # only the loss may change parameters in a window
 
     def _open(self, terms: Terms, num_wanted: int) -> PartialWindow:
         """The window that is open, or a new one, if it can take a micro-batch with these weights."""
         window = self._window
         with self._ranks.raise_on_all_ranks() if self._ranks.is_sharded else _NOTHING:  # others wait in sync_ranks
             check_weight(tuple([w for w in terms if not isinstance(w, Tensor)]), of="this micro-batch")
-            if self._ranks.is_shared:
+            if self._ranks.is_distributed:
                 self._ranks.check(self._gradients)
             if window is None:
                 self._gradients.check_hooks()
             else:
                 window.weights.check(terms)
-                window.check_unchanged(self._gradients.marks())
-        reference = self._ranks.sync_ranks(terms) if self._ranks.is_shared else ()
+                window.check_unchanged(self._gradients.versions())
+        reference = self._ranks.sync_ranks(terms) if self._ranks.is_distributed else ()
         if window is None:
             scale = None if self.scaler is None else self._precision.loss_scale()
             weights = Weights(self.reduction, reference, torch.where, num_wanted)
@@ -393,15 +390,15 @@ class Accumulator:
             if step is None:
                 return
             yield step
-            if not self._ranks.is_shared:
+            if not self._ranks.is_distributed:
                 return
 
     def _close(self, *, is_ending: bool) -> Step | None:
         """Makes the step of the windows that are open on all ranks; None if no rank has one."""
         window = self._window
-        with self._ranks.raise_on_all_ranks() if self._ranks.is_shared else _NOTHING:
+        with self._ranks.raise_on_all_ranks() if self._ranks.is_distributed else _NOTHING:
             if window is not None:
-                marks = self._gradients.marks()
+                marks = self._gradients.versions()
                 if is_ending:  # else the last micro-batch has just been
                     self._update.check_not_held_back()
                     window.check_unchanged(marks)
@@ -412,7 +409,7 @@ class Accumulator:
             weights = [] if window is None else fetch_weights(window.weights.weights)
             if window is not None and self.scaler is not None:
                 window.check_scale(self._precision.loss_scale())
-            if self._ranks.is_shared:
+            if self._ranks.is_distributed:
                 self._ranks.check(self._gradients)
         get_totals = self._ranks.agree(LocalCounts(totals(weights), 0, len(weights), is_ending, num_hooks=num_hooks))
         all_ranks = get_totals()
@@ -426,11 +423,11 @@ class Accumulator:
             sums, losses = self._accumulate(cut, PartialWindow.of_step(cut), get_totals)
         else:
             sums = window.summed(all_ranks.total, self._ranks.divisor)
-            if self._ranks.is_shared:
+            if self._ranks.is_distributed:
                 has_all_terms = self.reduction == "sum" or all(map(all, weights))
                 with self._ranks.window(), GradientBuffer(self._gradients, sums) as buffer:
                     self._reduce(buffer, all_ranks, has_all_terms=has_all_terms)
-                if self._ranks.holds_gradients:  # they were inside of the model until now
+                if self._ranks.keeps_whole_gradients:  # they were inside of the model until now
                     sums.multiply(window.weights.rest(all_ranks.total)[0] * self._ranks.divisor)
             losses = self._ranks.sum_losses(window.losses, weights, all_ranks.total, self.reduction)
         return self._update(sums, losses, all_ranks)
@@ -460,8 +457,8 @@ class Accumulator:
         """Keeps what is done of the step, and returns the exception that says how to continue."""
         if self._captured is not None:  # recorded passes add to memory of their own
             window.sums[0].update({p: g.clone() for p, g in window.sums[0].items()})
-        window.loss_scale, window.seen = self._precision.loss_scale(), self._gradients.marks()
-        window.check_trainable(self._gradients.held())
+        window.loss_scale, window.seen = self._precision.loss_scale(), self._gradients.versions()
+        window.check_trainable(self._gradients.parameters())
         self._window = window
         self.is_interrupted = False
         return Interrupted(
@@ -494,7 +491,7 @@ class Accumulator:
         """
         with self._exclusive.hold("state_dict()"):
             self.settle()
-            if self.num_fed and self._ranks.holds_gradients:
+            if self.num_fed and self._ranks.keeps_whole_gradients:
                 raise StateError(
                     f"the gradients of {self.num_fed} micro-batches are inside of the model until the window ends: "
                     'save after a step, or pass reduce="micro_batch"'
@@ -503,7 +500,7 @@ class Accumulator:
                 "num_steps": self.num_steps,
                 "scaler": None if self.scaler is None else self.scaler.state_dict(),
                 "skipped": self._nonfinite.state_dict(),
-                **packed(self._window, self._gradients.held(), self._ranks),
+                **packed(self._window, self._gradients.parameters(), self._ranks),
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -14,9 +14,9 @@ from .distributed.ranks import Ranks
 from .gradients import GradientBuffer, Gradients
 from .internals import ALONE, STORAGE_USERS
 from .precision import LOW, Precision
+from .time_major import TimeAxis
 from .transfer import Transfer
-from .verify.time_major import TimeAxis
-from .window import MicroBatch, PartialWindow, Shares
+from .window import GetShares, MicroBatch, PartialWindow
 
 Loss = Callable[[Any, Any], Any]
 _MAX_SEEDS = 64
@@ -26,7 +26,7 @@ class Backward:
     """Runs one micro-batch through the model, forward and backward.
 
         for micro_batch, weight in window:
-            losses.append(backward(loss, micro_batch, weight, shares, buffer))
+            losses.append(backward(loss, micro_batch, weight, get_shares, buffer))
 
     stands for
 
@@ -53,16 +53,16 @@ class Backward:
         """What backward passes started with: most micro-batches count the same."""
 
     def __call__(
-        self, loss: Loss, micro_batch: Any, weight: Terms, shares: Shares, buffer: GradientBuffer
+        self, loss: Loss, micro_batch: Any, weight: Terms, get_shares: GetShares, buffer: GradientBuffer
     ) -> list[Any]:
         """Adds the gradient of one micro-batch; returns its losses, and keeps nothing else."""
         if buffer.is_in_grad:
-            buffer.take()
+            buffer.unload()
         if self._time_axis.is_watching:
             loss = self._time_axis.watched(loss)
         terms = self.forward(loss, micro_batch)
         is_any_low = self._check(terms, weight)
-        scaled = self.times_divisor(shares[weight])
+        scaled = self.times_divisor(get_shares(weight))
         values = _values_of(terms)
         if not is_any_low:
             buffer.add(*self.terms_and_seeds(terms, scaled))
@@ -106,7 +106,7 @@ class Backward:
         """Whether a share would be rounded to the dtype of a term; raises LossError if this is no loss."""
         check_loss(terms, len(weight))
         is_any_low = is_low(terms)
-        if self._ranks.is_shared:
+        if self._ranks.is_distributed:
             self._ranks.check_loss_dtype(is_low=is_any_low)
         return is_any_low
 

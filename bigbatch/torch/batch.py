@@ -21,7 +21,7 @@ from ..core.window import Window, check_lists, cuts, rank_slices
 _MIN_SAMPLES = 3
 """A list of fewer tensors of one shape is not taken for a list of samples: two are an input and its target."""
 _REMEDY = (
-    "; pass what belongs to no sample to the loss in another way, and feed lists with an item for each sample (the "
+    "; pass anything that is not per sample to the loss separately, and feed lists with an item for each sample (the "
     "boxes of each image) to step() as a Window of micro-batches, with weight=…"
 )
 

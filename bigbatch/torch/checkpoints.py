@@ -46,7 +46,7 @@ class Checkpoints(Resumable):
         history: History | None = None,
         **more: Any,
     ) -> None:
-        if accumulator._ranks.is_shared:
+        if accumulator._ranks.is_distributed:
             raise OptionError(
                 "the model is trained by several ranks, each with a state of its own: save it with "
                 "torch.distributed.checkpoint, which knows them all"

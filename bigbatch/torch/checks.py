@@ -25,7 +25,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptionError(
             f"{type(optimizer).__name__} asks for a closure, to compute the loss several times in one step, "
-            "which accumulation cannot offer: use an optimizer that steps on one gradient"
+            "which accumulation cannot do: use an optimizer that steps on one gradient"
         )
     _check_own_scaler(optimizer)
     held = {p for group in optimizer.param_groups for p in group["params"]}
@@ -38,12 +38,12 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if not any(p.requires_grad for p in held):
         raise OptionError(
             f"none of the {len(held)} parameters that the optimizer holds is trainable: call requires_grad_() on those "
-            "that are to be trained"
+            "you want to train"
         )
     if unmade := [name for name, p in model.named_parameters() if p.is_meta and p in held]:
         raise OptionError(
-            f"{len(unmade)} of {len(held)} parameters ({unmade[0]} first) are on the device meta, where they have no "
-            'values: call model.to_empty(device="cpu") and load them before'
+            f"{len(unmade)} of {len(held)} parameters ({unmade[0]} first) are on the meta device, where they have "
+            'no values: call model.to_empty(device="cpu") and load their values first'
         )
     if stepped := [name for name, p in model.named_parameters() if is_stepped_in_backward(p)]:
         raise OptionError(

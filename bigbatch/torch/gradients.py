@@ -37,14 +37,17 @@ class Gradients:
         self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str], dtype: torch.dtype | None = None
     ) -> None:
         self._optimizer = optimizer
-        self.exclusive = Exclusive(self.held)
+        self.exclusive = Exclusive(self.parameters)
         self._names = names
         self._dtype = dtype or torch.float32
         self._takes_wide: bool | None = None
-        self.holder: Any = None
-        """A DDP model whose gradients are views of the memory in which it reduces them."""
+        self._listed: Sequence[Any] = ()
+        self._unmoved: list[Any] = []
+        """Those of the parameters in `_listed` that stay where they are; shards may be moved."""
+        self.ddp_model: Any = None
+        """The model, if DDP makes gradients views of the memory in which it reduces them."""
 
-    def held(self) -> list[Any]:
+    def parameters(self) -> list[Any]:
         """The parameters that the optimizer holds now."""
         return list(chain.from_iterable(map(_PARAMS, self._optimizer.param_groups)))
 
@@ -52,15 +55,16 @@ class Gradients:
         """What error messages call this parameter."""
         return self._names.get(parameter, f"one of shape {tuple(parameter.shape)}")
 
-    def marks(self) -> list[int]:
+    def versions(self) -> list[int]:
         """Numbers that differ from those before if parameters were stepped, changed in place, moved or replaced.
 
         The first is how many parameters there are.
         """
-        parameters = own = self.held()
-        if set(map(type, parameters)) != {torch.nn.Parameter} or any(map(_IS_SPARSE, parameters)):
-            own = [p for p in parameters if type(p) is torch.nn.Parameter and not p.is_sparse]  # shards may be moved
-        found = [*map(VERSION, parameters), *map(Tensor.data_ptr, own)]
+        parameters = self.exclusive.held
+        if parameters is not self._listed:
+            self._listed = parameters
+            self._unmoved = [p for p in parameters if type(p) is torch.nn.Parameter and not p.is_sparse]
+        found = [*map(VERSION, parameters), *map(Tensor.data_ptr, self._unmoved)]
         if self._optimizer.defaults.get("fused"):  # its steps leave no trace on parameters (torch 2.13)
             steps = [state.get("step") for state in self._optimizer.state.values()]
             found += [step._version for step in steps if isinstance(step, Tensor)]
@@ -89,12 +93,12 @@ class Gradients:
 
         Zeros (`zero_grad(set_to_none=False)`) are dropped.
         """
-        parameters = self.held()
+        parameters = self.parameters()
         if nonzero := _not_zero(parameters):
             raise GradientError(
                 f"{len(nonzero)} of {len(parameters)} parameters hold a gradient that is not of this window "
-                f"({self.name(nonzero[0])} first): call optimizer.zero_grad() to drop it, or add what it is "
-                "the gradient of to the loss"
+                f"({self.name(nonzero[0])} first): call optimizer.zero_grad() to drop it, or include that "
+                "term in the loss"
             )
         return parameters
 
@@ -111,7 +115,7 @@ class Gradients:
 
     def check_hooks(self) -> int:
         """Returns how many hooks the parameters have; raises GradientError for those that need a whole batch."""
-        parameters = self.held()
+        parameters = self.parameters()
         if not _has_hooks(parameters):
             return 0
         for p in parameters:
@@ -128,7 +132,7 @@ class Gradients:
         is the gradient: hooks may replace it, or set it to None.
         """
         has_changed = False
-        parameters = self.held()
+        parameters = self.parameters()
         with self.handed_over(sums, keeps_dtype=True):
             for p in reversed(parameters):
                 if p.grad is not None:
@@ -160,7 +164,7 @@ class Gradients:
                 p.grad = g
             yield
         finally:
-            clear(self.held())
+            clear(self.parameters())
             for undo in restore:
                 undo()
 
@@ -185,12 +189,12 @@ class GradientBuffer:
 
     def __init__(self, gradients: Gradients, sums: Sums) -> None:
         self.sums = sums
-        self.parameters = gradients.held()
+        self.parameters = gradients.parameters()
         self.is_in_grad = False
         self._gradients = gradients
         self._wide = gradients.widened(self.parameters)
         self._undo: list[Callable[[], None]] = []
-        self._held: list[Tensor | None] = []
+        self._before: list[Tensor | None] = []
         """What was in .grad before the backward pass; empty before the first."""
         self._has_hooks = self._has_sparse = False
 
@@ -203,12 +207,12 @@ class GradientBuffer:
         is_done = False
         try:
             if kind is None:
-                self.take()
+                self.unload()
             is_done = kind is None
         finally:
             if not is_done:
                 self.sums.clear()
-                self._held = []
+                self._before = []
                 clear(self.parameters)
             while self._undo:
                 self._undo.pop()()
@@ -218,27 +222,26 @@ class GradientBuffer:
     def add(
         self, losses: Sequence[Tensor], seeds: Sequence[Tensor], unit: Any = 1.0, *, keep_graph: bool = False
     ) -> None:
-        """Runs a backward pass from these losses, which adds to the sums; `unit` is that of `put`."""
-        self.put(unit)
+        """Runs a backward pass from these losses, which adds to the sums; `unit` is that of `load`."""
+        self.load(unit)
         run_backward(losses, seeds, keep_graph=keep_graph)
-        self.take()
+        self.unload()
 
-    def put(self, unit: Any = 1.0) -> None:
+    def load(self, unit: Any = 1.0) -> None:
         """Before a backward pass: puts the sums into .grad, unless the loss has left gradients there.
 
         Args:
             unit: What the gradient of this pass is to be multiplied by at the end. The sums are brought to the same.
         """
         if not self.is_in_grad:
-            if any(map(operator.is_not, map(_GRAD, self.parameters), repeat(None))):
-                self._gradients.check_left_by_loss(self.parameters)
+            self._gradients.check_left_by_loss(self.parameters)
             if _has_hooks(self.parameters):  # each time: a forward pass may have registered some
                 hooks.set_aside(self.parameters, self)
                 self._has_hooks = True
             for p, g in self.sums.items():
                 p.grad = g
-            if not self._held:
-                self._held = list(map(_GRAD, self.parameters))
+            if not self._before:
+                self._before = list(map(_GRAD, self.parameters))
                 self._has_sparse = any(map(_IS_SPARSE, self.sums.values()))
             self.is_in_grad = True
         before = self.sums.unit
@@ -248,27 +251,27 @@ class GradientBuffer:
             torch._foreach_mul_([plain(g) for g in self.sums.values()], before / unit)
         self.sums.unit = unit
 
-    def take(self) -> None:
-        """After a backward pass: keeps what it made, and sets .grad to None."""
+    def unload(self) -> None:
+        """After a backward pass: stores the sums, and sets .grad to None."""
         if self.is_in_grad:
-            self.keep()
+            self.store_new()
             clear(self.parameters)
             self.is_in_grad = False
 
-    def keep(self) -> None:
+    def store_new(self) -> None:
         """After a backward pass: puts gradients that are new into the sums. The others were added to in place."""
-        held = list(map(_GRAD, self.parameters))
-        if self._has_sparse or any(map(operator.is_not, held, self._held)):
-            self._has_sparse = any(g is not None and g.is_sparse for g in held)
+        now = list(map(_GRAD, self.parameters))
+        if self._has_sparse or any(map(operator.is_not, now, self._before)):
+            self._has_sparse = any(g is not None and g.is_sparse for g in now)
             self.unalias()
             self._shorten()
-            self._held = list(map(_GRAD, self.parameters))
-            self.sums.update([(p, g) for p, g in zip(self.parameters, self._held, strict=True) if g is not None])
+            self._before = list(map(_GRAD, self.parameters))
+            self.sums.update([(p, g) for p, g in zip(self.parameters, self._before, strict=True) if g is not None])
 
     def unalias(self) -> None:
         """Gives every gradient memory of its own, but not while DDP needs them to be views of its buckets."""
-        holder = self._gradients.holder
-        if holder is None or not holder.require_backward_grad_sync:
+        model = self._gradients.ddp_model
+        if model is None or not model.require_backward_grad_sync:
             unalias(self.parameters)
 
     def _shorten(self) -> None:

@@ -18,7 +18,7 @@ from .sums import Sums
 from .window import PartialWindow, fetch_weights
 
 _WindowState = dict[str, Any]
-_ASK = "pass what Accumulator.state_dict gave"
+_ASK = "pass what Accumulator.state_dict returned"
 
 
 @dataclass
@@ -75,7 +75,7 @@ def _window_state(window: PartialWindow, parameters: list[Tensor]) -> _WindowSta
 
 def _load_window(state: _WindowState, gradients: Gradients, reduction: Reduction) -> PartialWindow:
     """A window from what was saved; raises StateError if it has other parameters or options."""
-    parameters = gradients.held()
+    parameters = gradients.parameters()
     shapes = [tuple(local(p).shape) for p in parameters]
     if state["reduction"] != reduction:
         raise StateError(
@@ -127,7 +127,7 @@ def packed(window: PartialWindow | None, parameters: list[Tensor], ranks: Ranks)
     the name tells the rank, and the entry is there even if no window is open.
     """
     state = None if window is None else _window_state(window, parameters)
-    if not ranks.is_shared:
+    if not ranks.is_distributed:
         return {"window": state}
     piece = None if state is None else to_bytes(without_sparse(state), to_array)
     return {"num_ranks": ranks.size, "window": {_name(ranks.rank): piece}}

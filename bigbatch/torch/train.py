@@ -44,7 +44,7 @@ def train_with_accumulation(
         optimizer: An optimizer that holds the model's parameters.
         loss: `loss(model, micro_batch)` returns the mean over the micro-batch.
         accumulation_steps: The number of micro-batches in a window, or a function of the step number.
-        epochs: How often to iterate over the data.
+        epochs: Number of passes over the data.
         micro_batch_size: The number of samples in a micro-batch, in place of `accumulation_steps`.
         **options: The other options of `Accumulator`: the weight, clipping, a schedule and so on. If the accumulator
             stops at a step that is not finite, that step is the last of the history.

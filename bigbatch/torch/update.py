@@ -33,8 +33,10 @@ class Update:
     stands for
 
         scaler.unscale_(optimizer)
-        norm = clip_grad_norm_(parameters, clip_norm)
+        norm = get_total_norm(gradients)
         if norm.isfinite():
+            clip_grads_with_norm_(parameters, clip_norm, norm)
+            clip_grad_value_(parameters, clip_value)
             optimizer.step()
             scheduler.step()
         scaler.update()
@@ -68,16 +70,16 @@ class Update:
 
     def __call__(self, sums: Sums, losses: Losses, totals: Totals, micro_batch_size: int | None = None) -> Step:
         """Applies the gradient and returns what was done."""
-        fetched: Terms | None = None  # the loss, if the step depends on it; else nobody need wait for it
+        loss_terms: Terms | None = None  # only if the step depends on them; otherwise the host need not wait
         result: StepResult | PendingResult
         weight = from_terms(totals.total)
         if not has_weight(totals.total, totals.num_micro_batches, self._reduction):
-            fetched = tuple(0.0 for _ in totals.total)
+            loss_terms = tuple(0.0 for _ in totals.total)
             result = StepResult(0.0, is_applied=False)
         else:
             if self._nonfinite.needs_finite_loss:
-                fetched = losses()
-            result = self._finish(sums, fetched, totals.num_hooks)
+                loss_terms = losses()
+            result = self._finish(sums, loss_terms, totals.num_hooks)
         self.num_steps += 1
         if isinstance(result, PendingResult):
             try:
@@ -89,7 +91,7 @@ class Update:
         if self._pending is None:  # else the next step does it
             self._nonfinite.check(self.num_steps)
         return Step(
-            terms=losses if fetched is None else fetched,
+            terms=losses if loss_terms is None else loss_terms,
             weight=weight,
             grad_norm=result.norm,
             num_micro_batches=totals.num_micro_batches,
@@ -109,12 +111,12 @@ class Update:
                     "accumulate() out, and make the Accelerator with gradient_accumulation_steps=1"
                 )
 
-    def _finish(self, sums: Sums, fetched: Terms | None, num_hooks: tuple[int, ...]) -> StepResult | PendingResult:
+    def _finish(self, sums: Sums, loss_terms: Terms | None, num_hooks: tuple[int, ...]) -> StepResult | PendingResult:
         """Brings the finished gradient to the parameters if it is finite.
 
         Args:
             sums: The gradient of the whole batch.
-            fetched: The loss, which must be finite too; None if only the gradient decides.
+            loss_terms: The loss, which must be finite too; None if only the gradient decides.
             num_hooks: How many hooks the parameters have on each rank.
         """
         if not sums:
@@ -127,12 +129,12 @@ class Update:
                 self._precision.unscale(self._optimizer, sums)
                 self._ranks.agree_on_overflow(self._scaler, self._optimizer)
             self._run_hooks(sums, num_hooks)
-            if fetched is None and self._need_not_wait(sums):
+            if loss_terms is None and self._need_not_wait(sums):
                 return self._finish_on_device(sums)
             norm = sums.norm()
             place, is_overflow = None, False
-            if not math.isfinite(norm) or fetched is not None:
-                place, is_overflow = self._place_not_finite(norm, sums, fetched)
+            if not math.isfinite(norm) or loss_terms is not None:
+                place, is_overflow = self._place_not_finite(norm, sums, loss_terms)
             if place is None:
                 sums.clip(norm, self.clip_norm, self.clip_value)
                 self._apply(sums)
@@ -144,7 +146,7 @@ class Update:
             return StepResult(norm, is_applied=place is None)
         except BaseException:
             self._precision.forget(self._optimizer)
-            clear(self._gradients.held())
+            clear(self._gradients.parameters())
             raise
 
     def _apply(self, sums: Sums) -> None:
@@ -162,7 +164,7 @@ class Update:
         If any rank has hooks, all take part: the norm may be one over all ranks.
         """
         own = self._gradients.check_hooks()
-        if self._ranks.is_shared and own > max(num_hooks):
+        if self._ranks.is_distributed and own > max(num_hooks):
             raise GradientError(
                 f"this rank had {max(num_hooks)} hooks of parameters when the step began and has {own} now, which "
                 "other ranks may not have: register hooks before step() or micro_batch(); the next step runs these"
@@ -172,9 +174,9 @@ class Update:
             if len(set(num_hooks)) > 1:
                 self._ranks.check_hooks(num_hooks, has_changed=has_changed)
 
-    def _place_not_finite(self, norm: float, sums: Sums, fetched: Terms | None) -> tuple[str | None, bool]:
+    def _place_not_finite(self, norm: float, sums: Sums, loss_terms: Terms | None) -> tuple[str | None, bool]:
         """Returns where the first non-finite value is (or None), and whether the GradScaler handles it."""
-        in_loss = None if fetched is None else place_in(fetched)
+        in_loss = None if loss_terms is None else place_in(loss_terms)
         if not math.isfinite(norm) and (in_loss is None or self._scaler is None):
             return place_of(self._gradients.first_not_finite(sums)), self._scaler is not None
         return in_loss, False  # no other scale makes a loss finite

@@ -1,5 +1,6 @@
 """A window: the micro-batches of one step, the weight of each, and what has been added up so far."""
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from .distributed.totals import GetTotals, LocalCounts
 from .sums import Sums
 
 Weight = Callable[[Any], Any]
+GetShares = Callable[[Terms], Terms]
 _FAR = 2.0**40
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _SUMMED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -62,7 +64,7 @@ class Cut:
         self.passes = [
             (micro_batch, weight)
             for micro_batch, weight in zip(micro_batches, weights, strict=True)
-            if reduction == "sum" or any(weight)  # what counts nothing is left out: its mean may be 0/0
+            if reduction == "sum" or any(weight)  # skip zero weights: that mean may be 0/0
         ]
         self.pass_weights = [weight for _, weight in self.passes]
 
@@ -97,9 +99,9 @@ class Cut:
         return LocalCounts(totals(self.weights), len(self.passes), len(self.weights), num_hooks=num_hooks)
 
     def explain(self, error: Exception, num_done: int) -> None:
-        """Explains an error in the middle of a step, of which an interruption had left `num_done` micro-batches."""
+        """Adds context to an error in a step that may have resumed after `num_done` micro-batches."""
         if num_done and not isinstance(error, Interrupted):
-            error.add_note("bigbatch: what the interrupted step had is dropped; step() begins the batch anew")
+            error.add_note("bigbatch: the progress of the interrupted step was dropped; step() starts the batch again")
         is_of_norm = isinstance(error, ValueError) and "more than 1 value per channel" in str(error)
         if is_of_norm and len(self.sizes) > 1 and self.sizes[-1] == 1:
             raise BatchError(
@@ -109,20 +111,12 @@ class Cut:
             ) from error
 
 
-class Shares(dict[Terms, Terms]):
-    """By weight of a micro-batch, what the terms of its loss are multiplied by: w / W.
+def shares_of_step(get_totals: GetTotals, reduction: Reduction) -> GetShares:
+    """Returns what turns the weight of a micro-batch into its shares: w / W, term by term.
 
-    Computed at the first access: the total is known once the ranks agree, and the first forward pass need not wait.
+    The first call waits for the total. The ranks may still be adding it up while the first forward pass runs.
     """
-
-    def __init__(self, get_totals: GetTotals, reduction: Reduction) -> None:
-        super().__init__()
-        self._get_totals = get_totals
-        self._reduction: Reduction = reduction
-
-    def __missing__(self, weight: Terms) -> Terms:
-        self[weight] = shares(weight, self._get_totals().total, self._reduction)
-        return self[weight]
+    return functools.cache(lambda weight: shares(weight, get_totals().total, reduction))
 
 
 @dataclass
@@ -302,8 +296,8 @@ class MicroBatch:
             raise OrderError("micro.backward(loss) was not called in this micro-batch: call it once in the block")
         if not self.is_fed:
             raise OrderError(
-                "micro.backward(loss) failed in this micro-batch, and the block went on: "
-                "catch the error outside of the block, and begin the window anew"
+                "micro.backward(loss) failed in this micro-batch, but the block continued: "
+                "catch the error outside the block and start a new window"
             )
 
 

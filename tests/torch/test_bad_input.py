@@ -95,7 +95,7 @@ def without_parameters() -> Accumulator:
     ("make_one", "message"),
     [
         (frozen, "none of the 4 parameters that the optimizer holds is trainable: call requires_grad_"),
-        (partly_on_meta, r"2 of 4 parameters \(2\.weight first\) are on the device meta"),
+        (partly_on_meta, r"2 of 4 parameters \(2\.weight first\) are on the meta device"),
         (without_parameters, "the optimizer holds 0 parameters but none of the model's 4"),
         (lambda: Accumulator(nn.Tanh(), sgd(make_model()), loss, 4), "holds 4 parameters but none of the model's 0"),
         (lambda: Accumulator(loss, sgd(make_model()), loss, 4), "model is a function: pass a torch.nn.Module"),

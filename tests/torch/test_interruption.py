@@ -317,7 +317,7 @@ def test_error_while_continuing_drops_the_step() -> None:
     run.accumulator.loss = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError) as caught:
         run.accumulator.step(batch())
-    assert "the interrupted step had is dropped" in caught.value.__notes__[0]
+    assert "the progress of the interrupted step was dropped" in caught.value.__notes__[0]
     run.accumulator.loss = run.loss
     assert run.accumulator.step(batch()).as_dict() == plain.accumulator.step(batch()).as_dict()
 

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from bigbatch import BatchError, BigBatchWarning, Window
 from bigbatch.torch import Accumulator
-from bigbatch.torch.verify.time_major import cut_along_axis_1, cut_along_time
+from bigbatch.torch.time_major import cut_along_axis_1, cut_along_time
 
 from .training import flat, sgd
 

@@ -14,11 +14,11 @@ from ..backward import Backward, Loss
 from ..distributed.ranks import Ranks
 from ..gradients import GradientBuffer, Gradients
 from ..internals import uncompiled
-from ..window import Shares
+from ..window import GetShares
 from .fingerprint import PLAIN, fingerprint, modules_of
 from .recording import Pass, Recorded
 
-_NUM_WARM_UPS = 1  # passes of a new shape that run eagerly before one is recorded: many a shape comes only once
+_NUM_WARM_UPS = 1  # passes of a new shape that run eagerly before one is recorded: many shapes occur only once
 _MAX_SHAPES = 32
 _MAX_CHANGES = 8  # changes before so many windows in a row are worth a warning
 _MAX_CHANGES_TO_RECORD = 1  # after more of them the next is likely, and a recording would serve one window alone
@@ -28,7 +28,7 @@ class _Capture:
     """Records a pass for every shape of micro-batch and replays it.
 
         capture.begin(loss)                                               # once a window
-        losses = capture(loss, micro_batch, weight, shares, buffer)       # as Backward
+        losses = capture(loss, micro_batch, weight, get_shares, buffer)       # as Backward
 
     What cannot be captured runs eagerly, or raises CaptureError if capture `is_required`.
     """
@@ -75,7 +75,7 @@ class _Capture:
             )
 
     def _has_changed(self) -> bool:
-        now = [id(self._loss), *map(id, self._gradients.held()), *fingerprint(self._model, self._loss)]
+        now = [id(self._loss), *map(id, self._gradients.parameters()), *fingerprint(self._model, self._loss)]
         if now == self._fingerprint:
             return False
         self._forget()
@@ -88,12 +88,12 @@ class _Capture:
         self._num_seen.clear()
 
     def __call__(
-        self, loss: Loss, micro_batch: Any, weight: Terms, shares: Shares, buffer: GradientBuffer
+        self, loss: Loss, micro_batch: Any, weight: Terms, get_shares: GetShares, buffer: GradientBuffer
     ) -> list[Any]:
         """Adds the gradient of a micro-batch and returns its losses. The arguments are those of Backward."""
         if self.is_on:
             try:
-                recorded = self._replayed(loss, micro_batch, weight, shares, buffer)
+                recorded = self._replayed(loss, micro_batch, weight, get_shares, buffer)
                 if recorded is not None:
                     return [loss.clone() for loss in recorded.losses]
             except (CaptureError, torch.cuda.OutOfMemoryError) as error:
@@ -102,13 +102,13 @@ class _Capture:
                     raise
                 self.is_on = False
                 warn(f"capture is off from here on: {error}")
-        return self._eager(loss, micro_batch, weight, shares, buffer)
+        return self._eager(loss, micro_batch, weight, get_shares, buffer)
 
     def _replayed(
-        self, loss: Loss, micro_batch: Any, weight: Terms, shares: Shares, buffer: GradientBuffer
+        self, loss: Loss, micro_batch: Any, weight: Terms, get_shares: GetShares, buffer: GradientBuffer
     ) -> Recorded | None:
         """Returns the recorded pass that has done it; None, with nothing done, if it has to run eagerly."""
-        scale = self._eager.times_divisor(shares[weight])
+        scale = self._eager.times_divisor(get_shares(weight))
         key = (tuple(map(bool, scale)), _shape_of(micro_batch, self.device))
         if (recorded := self._recorded.get(key)) is not None:
             self.num_replays += 1
@@ -175,13 +175,13 @@ def capture_for(
         return None
     if capture is not True and capture != "auto":
         raise OptionError(f'capture={capture!r} is unknown: pass True, False or "auto"')
-    parameters = gradients.held()
+    parameters = gradients.parameters()
     if reason := _why_not(parameters, loss, gradients, ranks):
         if capture is True:
             raise OptionError(reason)
         return None
     model = uncompiled(model)
-    inner: Any = model.module if ranks.is_shared else model
+    inner: Any = model.module if ranks.is_distributed else model
     return _Capture(inner, gradients, eager, parameters[0].device, is_required=capture is True)
 
 

@@ -42,13 +42,13 @@ class Recorded:
     def replay(self, micro_batch: Any, scale: Terms, buffer: GradientBuffer) -> None:
         """Adds the gradient of a micro-batch to the sums of the window."""
         unit, factors = _unit_and_factors(scale, is_low=self.is_low)
-        buffer.put(unit)
+        buffer.load(unit)
         elsewhere = [(p, own) for p, own in self.sums.items() if p.grad is not own]
         if elsewhere:  # the sums go to the memory that the graph adds to
             torch._foreach_zero_([own for _, own in elsewhere])
             for p, own in elsewhere:
                 p.grad = own if p.grad is None else own.add_(p.grad)
-            buffer.keep()
+            buffer.store_new()
         self.run(micro_batch, factors)
 
     def run(self, micro_batch: Any, factors: Terms) -> None:
@@ -82,14 +82,14 @@ class Pass:
         """
         static = nest.map_tensors(lambda t: torch.empty_like(t, device=self.device).copy_(t), micro_batch)
         snapshot = Snapshot(self.modules, self.device)
-        buffer.take()
+        buffer.unload()
         sums = Sums()
         is_done = False
         try:
             terms = self._forward(inputs := nest.detached(static))
             is_any_low = is_low(terms)
             unit, factors = _unit_and_factors(self.scale, is_low=is_any_low)
-            buffer.put(unit)
+            buffer.load(unit)
             sums.update((p, g.clone()) for p, g in _taken(buffer).items())  # they may lie in `memory`
             seeds = [self.eager.seed(*pair).clone() for pair in zip(factors, terms, strict=True)]
             run_backward(*self.eager.terms_and_seeds(terms, factors))
@@ -120,7 +120,7 @@ class Pass:
         finally:
             for p in buffer.parameters:
                 p.grad = sums.get(p)
-            buffer.keep()
+            buffer.store_new()
             if not is_done:
                 snapshot.restore()
 
@@ -187,7 +187,7 @@ class Pass:
         """What a backward pass adds to each leaf; adding it up takes few launches if they are added all at once."""
         counted = [(terms[t], seeds[t]) for t, scale in enumerate(self.scale) if scale and terms[t].requires_grad]
         losses = [term for term, _ in counted]
-        reached = leaves_of(*losses) & {*leaves, *self.gradients.held()}
+        reached = leaves_of(*losses) & {*leaves, *self.gradients.parameters()}
         if reached != set(leaves):
             raise CaptureError(
                 f"the loss reached {len(reached)} parameters and {len(leaves)} before with the same micro-batch, which "

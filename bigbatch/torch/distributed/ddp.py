@@ -58,7 +58,7 @@ class DataParallel(SeveralRanks):
         self._has_failed = False
         self._has_forgotten = False
         self._check_model(gradients)
-        gradients.holder = model if model.gradient_as_bucket_view else None
+        gradients.ddp_model = model if model.gradient_as_bucket_view else None
         noting = weakref.WeakMethod(self._note_pass)
         handle = model.register_forward_hook(lambda *_: note() if (note := noting()) else None)
         weakref.finalize(self, handle.remove)

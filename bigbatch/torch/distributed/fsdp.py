@@ -49,8 +49,7 @@ class Sharded(SeveralRanks):
         own = _group_of(mesh)
         check_group(group, own)
         super().__init__(model, own, first.device)
-        self.holds_gradients = reduce == "window"
-        self._have_spare: set[int] = set()
+        self.keeps_whole_gradients = reduce == "window"
         self._others = Others(model)
         self._reduced = {p for p in model.parameters() if isinstance(p, DTensor)}
         self._check_model(model, gradients)
@@ -64,9 +63,9 @@ class Sharded(SeveralRanks):
                 f"{len(plain)} of {len(trained)} parameters ({gradients.name(plain[0])} first) are not sharded, so "
                 "nobody would reduce their gradients: call fully_shard on the whole model too"
             )
-        kept = [_dtype_of_sums(g, is_whole=self.holds_gradients) for g in self._groups]
+        kept = [_dtype_of_sums(g, is_whole=self.keeps_whole_gradients) for g in self._groups]
         if low := [dtype for dtype in kept if dtype in LOW]:
-            where = "inside of the model" if self.holds_gradients else "of its shards"
+            where = "inside of the model" if self.keeps_whole_gradients else "of its shards"
             raise OptionError(
                 f"{len(low)} of {len(self._groups)} groups of parameters would add up gradients {where} in {low[0]}, "
                 f"which loses low bits: {_REMEDY}"
@@ -89,30 +88,27 @@ class Sharded(SeveralRanks):
         self.divisor = float(factors.pop() or self.size)
         if partial := [weight for weight in weights if any(weight) and not all(weight)]:
             raise WeightError(
-                f"a micro-batch has the weights {partial[0]}, but no term that counts zero can be left out on one "
-                "rank: with fully_shard give every micro-batch some of each term, or use DistributedDataParallel"
+                f"a micro-batch has the weights {partial[0]}, but with fully_shard a rank cannot skip a term "
+                "of weight zero: give every micro-batch a weight above 0 for each term, or use DistributedDataParallel"
             )
 
     # --- passes ------------------------------------------------------------------------------------------
 
     def begin(self, micro_batches: Sequence[Any], get_totals: GetTotals) -> None:
-        """Makes sure that every rank has a micro-batch that it can run the model on."""
-        get_totals()  # the first pass gathers parameters, in which all ranks take part
+        """Gives ranks with fewer passes than others a spare micro-batch: their own, or one of another rank."""
+        num_passes = get_totals().num_passes  # the first pass gathers parameters, in which all ranks take part
         super().begin(micro_batches, get_totals)
-        if self.spare is None and micro_batches:
+        self.spare = None
+        if micro_batches and len(micro_batches) < max(num_passes):
             self.spare = map_tensors(Tensor.clone, micro_batches[0])
-        if len(self._have_spare) < self.size:
-            with_data = {rank for rank, num in enumerate(get_totals().num_passes) if num}
-            if with_data and self._have_spare.union(with_data) != set(range(self.size)):
-                self._hand_out(min(with_data))
-                with_data = set(range(self.size))
-            self._have_spare |= with_data
+        if any(num_passes) and not all(num_passes):
+            self._hand_out(micro_batches, num_passes.index(max(num_passes)))
 
-    def _hand_out(self, source: int) -> None:
-        """Sends one rank's micro-batch to all, for those that never had data."""
-        found = [map_tensors(Tensor.cpu, self.spare)]
+    def _hand_out(self, micro_batches: Sequence[Any], source: int) -> None:
+        """Sends a micro-batch of one rank to all, for those without data."""
+        found = [map_tensors(Tensor.cpu, micro_batches[0]) if self.rank == source else None]
         dist.broadcast_object_list(found, dist.get_global_rank(self.group, source), self._host_group)
-        if self.spare is None:
+        if not micro_batches:
             self.spare = map_tensors(lambda tensor: tensor.to(self._device), found[0])
 
     def is_last(self, number: int, num_own: int, get_totals: GetTotals, *, has_all_terms: bool) -> bool:
@@ -120,7 +116,7 @@ class Sharded(SeveralRanks):
 
     @contextmanager
     def passing(self, *, is_last: bool) -> Iterator[None]:
-        self._set(is_last=is_last or not self.holds_gradients)
+        self._set(is_last=is_last or not self.keeps_whole_gradients)
         try:
             with self._others.kept_local():
                 yield
@@ -140,7 +136,7 @@ class Sharded(SeveralRanks):
             )
 
     def complete(self, buffer: GradientBuffer, *, has_all_terms: bool = True) -> None:
-        if self.holds_gradients and not self._is_reduced:
+        if self.keeps_whole_gradients and not self._is_reduced:
             internals.fsdp_reduce(self._model)
             self._is_reduced = True
 
@@ -164,7 +160,7 @@ class Sharded(SeveralRanks):
 
         All ranks need the same reference, since sums inside of the model cannot be rescaled.
         """
-        if len(weight) > 1 and self.holds_gradients:
+        if len(weight) > 1 and self.keeps_whole_gradients:
             raise OptionError(
                 f'a loss of {len(weight)} terms cannot be fed one micro-batch at a time with reduce="window", which '
                 'keeps one sum for all of them: pass reduce="micro_batch", or use step()'

@@ -37,14 +37,14 @@ class Ranks:
             ranks.complete(buffer)                      # the sums are now those of all ranks
 
     Attributes:
-        is_shared: Whether several ranks train the model together.
+        is_distributed: Whether several ranks train the model together.
         is_sharded: Whether each rank holds a part of each parameter; all then run the model equally often.
-        holds_gradients: Whether micro-batches leave their gradients inside of the model until the window ends.
+        keeps_whole_gradients: Whether micro-batches leave their gradients inside of the model until the window ends.
         divisor: What the gradients of all ranks are divided by when they are reduced.
-        spare: A micro-batch for a rank that has none but has to run the model.
+        spare: A micro-batch of this step, for a rank that has to run the model after its own are done.
     """
 
-    is_shared = is_sharded = holds_gradients = False
+    is_distributed = is_sharded = keeps_whole_gradients = False
     size, rank, divisor = 1, 0, 1.0
     spare: Any = None
 
@@ -118,7 +118,7 @@ class Ranks:
 class SeveralRanks(Ranks):
     """The ranks of a process group that train one model together: what DDP and fully_shard have in common."""
 
-    is_shared = True
+    is_distributed = True
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
@@ -164,7 +164,7 @@ class SeveralRanks(Ranks):
             raise
 
     def check(self, gradients: Gradients, weights: Sequence[Terms] = ()) -> None:
-        held = gradients.held()
+        held = gradients.parameters()
         if strange := [p for p in held if p.requires_grad and p not in self._reduced]:
             raise OptionError(
                 f"the gradients of {len(strange)} of {len(held)} parameters that the optimizer holds "

@@ -23,10 +23,10 @@ from ..checks import batch_norms
 from ..gradients import leaves_of
 from ..internals import BatchNorm, Dropout
 from ..random import RandomState, cuda_devices_of
+from ..time_major import cut_along_axis_1, cut_along_time
 from ..window import Weight, weigh
 from .draws import Recording, Replay
 from .foreign import Steps, as_array
-from .time_major import cut_along_axis_1, cut_along_time
 
 
 class Trial:

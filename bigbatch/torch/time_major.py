@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ...core.errors import BatchError, warn
-from ...core.window import cuts
-from .. import batch as nest
-from ..internals import is_compiled, own_buffers
-from ..random import random_state_kept
+from ..core.errors import BatchError, warn
+from ..core.window import cuts
+from . import batch as nest
+from .internals import is_compiled, own_buffers
+from .random import random_state_kept
 
 _RECURRENT_OR_ATTENTION = (nn.RNNBase, nn.MultiheadAttention, nn.Transformer)
 
