@@ -1,7 +1,6 @@
 """The commands, their options, and how they end."""
 
 import inspect
-import json
 import os
 import sys
 import traceback
@@ -18,11 +17,11 @@ from rich.console import Console
 
 from .. import __version__
 from ..core.errors import BigBatchError, BigBatchWarning, OptionError
-from ..core.json_values import to_json
+from ..core.json_values import json_line
 from . import errors
-from .config import FLAGS, VERIFY_FLAGS, check_given, check_same_data, merged, read_toml
+from .config import FLAGS, VERIFY_FLAGS, check_same_data, merged, read_toml
 from .errors import TaskRaisedError
-from .run.ranks import here, ranks_of, refuse_several
+from .run.ranks import here, launch_of
 from .task import load_task
 
 app = typer.Typer(
@@ -163,7 +162,6 @@ def train(
         raise OptionError(
             f"--resume {resume} continues in its own folder with its own options: leave out --out and --config"
         )
-    flags["micro_batch_size"] = _as_number(flags["micro_batch_size"])
     framework = flags.pop("framework")
     file = read_toml(config) if config is not None else {}
     if resume is not None:
@@ -171,20 +169,19 @@ def train(
         check_same_data(flags, file)
     out = out or (Path(file.pop("out")) if "out" in file else None)
     quiet, as_json = quiet or bool(file.pop("quiet", False)), as_json or bool(file.pop("json", False))
-    check_given(task, flags, file)
-    found = load_task(task, framework or (file.get("framework") if not Path(task).suffix else None))
-    chosen = merged(found, flags, file)
-    folder = resume or out or Path("runs") / f"{found.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    ranks = ranks_of(found)
+    loaded = load_task(task, framework or (file.get("framework") if not Path(task).suffix else None))
+    chosen = merged(loaded, flags, file)
+    folder = resume or out or Path("runs") / f"{loaded.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    ranks = launch_of(loaded)
     screen = Screen(is_quiet=quiet or as_json or not ranks.is_first)
-    summary, code = run_training(found, chosen, folder, screen, ranks, is_resumed=resume is not None)
+    summary, code = run_training(loaded, chosen, folder, screen, ranks, is_resumed=resume is not None)
     if summary is None:
         return None
     screen.summary(summary, folder)
     if summary.status != "finished":
         screen.note(f"{summary.status}: to continue, bigbatch train {task} --resume {folder}")
     if as_json:
-        _print_json({**asdict(summary), "folder": str(folder)})
+        print(json_line({**asdict(summary), "folder": str(folder)}), end="")
     return code
 
 
@@ -200,18 +197,18 @@ def verify(
     """Compare the accumulated gradient of one batch with that of the full batch; exit code 1 if they differ."""
     from .engines.engine import make_engine
 
-    refuse_several("verify")
-    flags["micro_batch_size"] = _as_number(flags["micro_batch_size"])
-    found = load_task(task, flags.pop("framework"))
-    chosen = merged(found, flags, {})
-    batch = next(found.epoch(batch_size=chosen.batch_size, epoch=0, seed=chosen.seed), None)
+    if (num := here().num) > 1:
+        raise OptionError(f"torchrun started {num} processes but bigbatch verify needs one: run it without torchrun")
+    loaded = load_task(task, flags.pop("framework"))
+    chosen = merged(loaded, flags, {})
+    batch = next(loaded.epoch(batch_size=chosen.batch_size, epoch=0, seed=chosen.seed), None)
     if batch is None:
-        raise OptionError(f"batches() of {found.name} gave 0 batches: there is nothing to verify")
-    verification = make_engine(found, chosen).verify(batch)
+        raise OptionError(f"batches() of {loaded.name} gave 0 batches: there is nothing to verify")
+    verification = make_engine(loaded, chosen, here()).verify(batch)
     if as_json:
-        _print_json(asdict(verification))
+        print(json_line(asdict(verification)), end="")
     else:
-        print(f"{found.name}: batch of {chosen.batch_size} in micro-batches of {chosen.micro_batch_size}")
+        print(f"{loaded.name}: batch of {chosen.batch_size} in micro-batches of {chosen.micro_batch_size}")
         print(verification)
     return None if verification.is_exact else errors.NOT_EXACT
 
@@ -225,7 +222,6 @@ def report(
     """Write one page about one or several run folders."""
     from .report.page import write_report
 
-    refuse_several("report")
     write_report(runs, out)
     print(out)
 
@@ -236,17 +232,4 @@ def doctor() -> None:
     """Show what is installed, which devices can be used, and what is missing."""
     from .doctor import examine
 
-    refuse_several("doctor")
     examine(Console())
-
-
-def _as_number(text: str | None) -> int | str | None:
-    """The text as a number, if it is one; the check of the option refuses everything else."""
-    try:
-        return None if text is None else int(text)
-    except ValueError:
-        return text
-
-
-def _print_json(found: dict[str, Any]) -> None:
-    print(json.dumps(to_json(found), allow_nan=False))

@@ -5,7 +5,6 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, get_args
 
 import tomli_w
@@ -13,7 +12,7 @@ import tomli_w
 from ..core.checkpoint.schedule import Every
 from ..core.errors import OptionError
 from ..core.nonfinite import OnNonFinite
-from ..core.options import check_choice, check_size
+from ..core.options import check_choice, check_size, positive
 from .task import FRAMEWORKS, Task
 
 _Check = Callable[[str, Any], Any]
@@ -22,12 +21,11 @@ _Check = Callable[[str, Any], Any]
 def _flag(
     default: Any,
     text: str,
-    check: _Check,
+    check: _Check = lambda name, value: value,
     *,
     kind: type = str,
-    passed_on: Mapping[str, str] = MappingProxyType({}),
+    passed_on: Mapping[str, str] | None = None,
     read_by: tuple[str, ...] = (),
-    elsewhere: str = "",
 ) -> Any:
     """An option of `bigbatch train`.
 
@@ -36,26 +34,19 @@ def _flag(
         text: What `--help` says.
         check: Raises OptionError if the value is wrong; it gets the name of the flag and the value.
         kind: What the flag is parsed as.
-        passed_on: What the option is called in each framework that takes its value unchanged: `Config.for_framework`
-            returns it under that name.
-        read_by: The frameworks whose engine reads the option itself. An option without `passed_on` and `read_by`
-            is for all frameworks.
-        elsewhere: What the other frameworks, which refuse the option, do instead.
+        passed_on: The name of the option in each framework whose accumulator or optimizer takes it:
+            `Config.for_framework` returns it under that name.
+        read_by: The frameworks whose engine reads the option itself. A framework that is in neither refuses the
+            option; without both, it is for all frameworks.
     """
-    takers = [name for name in FRAMEWORKS if not (passed_on or read_by) or name in (*passed_on, *read_by)]
-    about = {"passed_on": passed_on, "takers": takers, "elsewhere": elsewhere}
-    metadata = {"help": text, "check": check, "kind": kind, **about}
+    passed_on = passed_on or {}
+    takers = (*passed_on, *read_by) or FRAMEWORKS
+    metadata = {"help": text, "check": check, "kind": kind, "passed_on": passed_on, "takers": takers}
     return field(default=default, metadata=metadata)
 
 
-def _one_of(*choices: str) -> _Check:
+def _one_of(*choices: str | bool) -> _Check:
     return lambda name, value: check_choice(name, value, choices)
-
-
-def _micro_batch_size(name: str, value: Any) -> None:
-    if value == "auto":
-        raise OptionError(f'{name} "auto" does not exist yet: pass a number, such as 8')
-    check_size(name, value)
 
 
 def _above_zero(name: str, value: Any) -> None:
@@ -66,17 +57,7 @@ def _above_zero(name: str, value: Any) -> None:
 
 def _whole(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
-        raise OptionError(f"{name} must be a whole number from 0 on, not {value!r}")
-
-
-def _true_or_false(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise OptionError(f"{name} must be true or false, not {value!r}")
-
-
-def _device(name: str, value: Any) -> None:
-    if value is not None and not isinstance(value, str):
-        raise OptionError(f"{name} must be a name such as cpu or cuda, not {value!r}")
+        raise OptionError(f"{name} must be a whole number, 0 or greater, not {value!r}")
 
 
 def _interval(name: str, value: Any) -> None:
@@ -95,9 +76,9 @@ class Config:
     """
 
     task: str
-    batch_size: int = _flag(64, "The batch that the optimizer sees.", check_size, kind=int)
+    batch_size: int = _flag(64, "The batch that the optimizer sees.", positive, kind=int)
     micro_batch_size: int = _flag(
-        8, "How many samples are in memory at once; must not exceed --batch-size.", _micro_batch_size
+        8, "How many samples are in memory at once; must not exceed --batch-size.", positive, kind=int
     )
     epochs: int | None = _flag(None, "How many times to go through the data.", check_size, kind=int)
     steps: int | None = _flag(None, "How many steps to make, instead of --epochs.", check_size, kind=int)
@@ -117,7 +98,8 @@ class Config:
         "Clip the gradient of the whole batch to this norm.",
         _above_zero,
         kind=float,
-        passed_on={"torch": "clip_norm", "tensorflow": "clip_norm", "keras": "global_clipnorm", "jax": "max_norm"},
+        passed_on={"torch": "clip_norm", "tensorflow": "clip_norm", "keras": "global_clipnorm"},
+        read_by=("jax",),
     )
     precision: str = _flag(
         "float32",
@@ -131,19 +113,19 @@ class Config:
         "skip, raise or stop: what to do about a gradient that is not finite.",
         _one_of(*get_args(OnNonFinite)),
         passed_on={"torch": "on_nonfinite", "tensorflow": "on_nonfinite"},
-        elsewhere="such a step is skipped",
+        read_by=("jax",),
     )
     checkpoint_every: str | int | None = _flag(
         "10min", "How often to save a checkpoint: steps (100) or a time (10min).", _interval
     )
     framework: str = _flag("torch", "torch, tensorflow, keras or jax, for built-in tasks.", _one_of(*FRAMEWORKS))
     seed: int = _flag(0, "The seed of weights, data and dropout.", _whole, kind=int)
-    device: str | None = _flag(None, "cpu, cuda, cuda:1 …", _device)
-    compare: bool = _flag(True, "Train with the full batch too, and compare.", _true_or_false, kind=bool)
-    tensorboard: bool = _flag(False, "Write TensorBoard event files too.", _true_or_false, kind=bool)
+    device: str | None = _flag(None, "cpu, cuda, cuda:1 …")
+    compare: bool = _flag(True, "Train with the full batch too, and compare.", _one_of(True, False), kind=bool)
+    tensorboard: bool = _flag(False, "Write TensorBoard event files too.", _one_of(True, False), kind=bool)
 
     def for_framework(self) -> dict[str, Any]:
-        """The options that the framework takes unchanged, under its own names, without those at their default."""
+        """The options to pass on to the framework, under its own names, without those at their default."""
         return {
             each.metadata["passed_on"][self.framework]: getattr(self, each.name)
             for each in FLAGS.values()
@@ -198,7 +180,7 @@ def merged(task: Task, flags: Mapping[str, Any], file: Mapping[str, Any]) -> Con
     """The options of a run, from the task's defaults, the file and the flags."""
     _check_known(task.defaults, _NAMES, f"defaults of {task.name}")
     options: dict[str, Any] = {}
-    for layer in (task.defaults, file, _given(flags)):
+    for layer in (task.defaults, file, {name: value for name, value in flags.items() if value is not None}):
         for one, other in (("epochs", "steps"), ("steps", "epochs")):
             if one in layer and other not in layer:
                 options.pop(other, None)  # --steps replaces the task's epochs, and the other way round
@@ -216,21 +198,6 @@ def check_same_data(flags: Mapping[str, Any], file: Mapping[str, Any]) -> None:
             )
 
 
-def check_given(task: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -> None:
-    """Checks what can be checked before the task is loaded, which may take long."""
-    known = {name: value for name, value in _given({**file, **_given(flags)}).items() if name in FLAGS}
-    known.pop("framework", None)
-    sizes = ("batch_size", "micro_batch_size")
-    for one, other in (sizes, sizes[::-1]):
-        if isinstance(known.get(one), int):
-            known.setdefault(other, known[one])  # the task may set the other; they are compared again later
-    _checked(Config(task=task, **known))
-
-
-def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in flags.items() if value is not None}
-
-
 def _check_known(options: Mapping[str, Any], names: tuple[str, ...], where: Any) -> None:
     if unknown := sorted(options.keys() - set(names)):
         raise OptionError(f"{where} has the unknown option {unknown[0]!r}: the options are {', '.join(names)}")
@@ -242,10 +209,9 @@ def _checked(config: Config) -> Config:
         value, about = getattr(config, name), each.metadata
         about["check"](option(name), value)
         if config.framework not in about["takers"] and value != each.default:
-            where = f", where {about['elsewhere']}" if about["elsewhere"] else ""
             raise OptionError(
-                f"{option(name)} {value} is for {' and '.join(about['takers'])}, but {Path(config.task).stem} is a "
-                f"task for {config.framework}{where}: leave it out"
+                f"{option(name)} {value} is for {', '.join(about['takers'])}, but {Path(config.task).stem} is a "
+                f"task for {config.framework}: leave it out"
             )
     if config.micro_batch_size > config.batch_size:
         raise OptionError(

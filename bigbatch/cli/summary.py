@@ -1,14 +1,14 @@
 """What a run records: its summary and one record per step. `bigbatch train` writes them, and the report reads them."""
 
 import reprlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass
-from functools import cache
-from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
 
+from ..core.json_values import from_json
 from ..core.verify.result import Verification
 
+_T = TypeVar("_T")
 Status = Literal["finished", "interrupted", "stopped"]
 
 
@@ -95,51 +95,18 @@ class Record:
     """Since training began. It is in times.jsonl, because the history is the same in every repetition of a run."""
 
 
-_WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
-_fields_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
-
-
-def parse(kind: Any, value: Any) -> Any:
-    """Returns a value from JSON as a dataclass, or as the type of a field; raises ValueError if it is something else.
-
-    Keys that a dataclass does not have are ignored.
-    """
-    if kind is Any:
-        return value
-    if isinstance(kind, type) and is_dataclass(kind):
-        given, known = _object(value), _fields_of(kind)
-        if missing := [name for name in known if name not in given and not hasattr(kind, name)]:
-            raise ValueError(f"the key {missing[0]!r} is missing")
-        return kind(**{name: _parse_item(known[name], name, given[name]) for name in known if name in given})
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is UnionType:  # `X | None`
-        return None if value is None else parse(inner[0], value)
-    if origin is Mapping:
-        return {name: _parse_item(inner[1], name, item) for name, item in _object(value).items()}
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{reprlib.repr(value)} is not a list")
-        return tuple(parse(inner[0], item) for item in value)
-    if origin is Literal:
-        if value not in inner:
-            raise ValueError(f"{reprlib.repr(value)} is not one of {', '.join(map(repr, inner))}")
-        return value
-    if kind is float and value in ("nan", "inf", "-inf"):  # JSON has no numbers for these
-        return float(value)
-    is_right = isinstance(value, int | float if kind is float else kind)
-    if not is_right or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{reprlib.repr(value)} is not {_WORDS[kind]}")
-    return value
-
-
-def _parse_item(kind: Any, name: str, value: Any) -> Any:
+def parse(kind: type[_T], found: Any) -> _T:
+    """Makes a dataclass from a JSON object, without the keys it does not know; raises ValueError if one is missing."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{reprlib.repr(found)} is not a JSON object")
+    values = {each.name: from_json(found[each.name]) for each in fields(kind) if each.name in found}  # type: ignore[arg-type]
+    for name, part in _PARTS.items():
+        if values.get(name) is not None:
+            values[name] = parse(part, values[name])
     try:
-        return parse(kind, value)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+        return kind(**values)
+    except TypeError as error:  # missing 1 required keyword-only argument
+        raise ValueError(str(error)) from error
 
 
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{reprlib.repr(value)} is not a JSON object")
-    return value
+_PARTS = {"full_batch": FullBatch, "comparison": Comparison, "verification": Verification}

@@ -50,27 +50,27 @@ class Task:
 
     def epoch(self, *, batch_size: int, epoch: int, seed: int) -> Iterator[Any]:
         """The batches of one epoch."""
-        with their_own_errors():
-            found = self._call_batches(batch_size, epoch, seed)
-            if not isinstance(found, Iterable):
+        with task_errors():
+            batches = self._call_batches(batch_size, epoch, seed)
+            if not isinstance(batches, Iterable):
                 raise TaskError(
-                    f"batches() of {self.name} returned a {type(found).__name__}: "
+                    f"batches() of {self.name} returned a {type(batches).__name__}: "
                     "return or yield the batches of an epoch"
                 )
-            yield from found
+            yield from batches
 
     def num_batches(self, batch_size: int, seed: int) -> int | None:
         """How many batches an epoch has; None if that is not known without going through them."""
-        with their_own_errors():
-            found: Any = self._call_batches(batch_size, 0, seed)
-            return len(found) if hasattr(found, "__len__") else None
+        with task_errors():
+            batches: Any = self._call_batches(batch_size, 0, seed)
+            return len(batches) if hasattr(batches, "__len__") else None
 
     def _call_batches(self, batch_size: int, epoch: int, seed: int) -> Any:
         return call_with(self.batches, {"batch_size": batch_size, "epoch": epoch, "seed": seed})
 
 
 @contextmanager
-def their_own_errors() -> Iterator[None]:
+def task_errors() -> Iterator[None]:
     """Marks errors that the code of the task raises, so that they are shown with the task's traceback."""
     try:
         yield
@@ -78,6 +78,18 @@ def their_own_errors() -> Iterator[None]:
         raise
     except Exception as error:
         raise TaskRaisedError(error) from error
+
+
+@contextmanager
+def missing_extras(task: str, framework: str) -> Iterator[None]:
+    """Says what to install if the framework of a task cannot be imported."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in (*FRAMEWORKS, "optax"):
+            raise
+        remedy = f'pip install "bigbatch[{framework}]"'
+        raise MissingExtraError(f"{task} for {framework} needs {error.name}: {remedy}") from error
 
 
 def call_with(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
@@ -103,26 +115,21 @@ def load_task(name: str, framework: str | None) -> Task:
         framework = framework or "torch"
         if framework not in FRAMEWORKS:
             raise TaskError(f"there is no {name} for {framework}: pass --framework {' or '.join(FRAMEWORKS)}")
-        try:
+        with missing_extras(name, framework):
             module = importlib.import_module(f"bigbatch.tasks.{framework}.{name.replace('-', '_')}")
-        except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] not in (*FRAMEWORKS, "optax"):
-                raise
-            extra = f'pip install "bigbatch[{framework}]"'
-            raise MissingExtraError(f"{name} for {framework} needs {error.name}: {extra}") from error
         return _task_in(module, name, name, framework)
     path = Path(name)
     if not path.is_file():
         raise TaskError(f"there is no task {name}: pass the path of a Python file, or one of {', '.join(_BUILT_IN)}")
     if path.suffix != ".py":
         raise TaskError(f"{name} is not a Python file: pass a path that ends in .py, or one of {', '.join(_BUILT_IN)}")
-    found = _framework_of(path)
-    if framework is not None and framework != found:
+    imported = _framework_of(path)
+    if framework is not None and framework != imported:
         raise TaskError(
-            f"{name} imports {found} but --framework is {framework}: leave --framework out, because a task file trains "
-            "with the framework that it imports"
+            f"{name} imports {imported} but --framework is {framework}: leave --framework out, because a task file "
+            "trains with the framework that it imports"
         )
-    return _task_in(_load_file(path), path.stem, str(path.resolve()), found)
+    return _task_in(_load_file(path), path.stem, str(path.resolve()), imported)
 
 
 def _framework_of(path: Path) -> str:
@@ -157,7 +164,7 @@ def _load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(path.parent.resolve()))
-    with their_own_errors():
+    with task_errors():
         spec.loader.exec_module(module)
     return module
 
@@ -165,10 +172,10 @@ def _load_file(path: Path) -> ModuleType:
 def _task_in(module: ModuleType, name: str, source: str, framework: str) -> Task:
     """Returns the task in a module; raises TaskError if something is missing or of the wrong type."""
     needed, optional = ("model", "batches", "loss"), ("optimizer", "weight", "evaluate", "defaults")
-    found = {part: getattr(module, part) for part in (*needed, *optional) if hasattr(module, part)}
-    if missing := [part for part in needed if part not in found]:
+    parts = {part: getattr(module, part) for part in (*needed, *optional) if hasattr(module, part)}
+    if missing := [part for part in needed if part not in parts]:
         raise TaskError(f"{name} defines no {missing[0]}(): a task looks like\n{_EXAMPLE}")
-    for part, value in found.items():
+    for part, value in parts.items():
         is_keras_loss = part == "loss" and framework == "keras"  # its name, or an object
         if part == "defaults":
             if not isinstance(value, Mapping):
@@ -177,4 +184,4 @@ def _task_in(module: ModuleType, name: str, source: str, framework: str) -> Task
             raise TaskError(
                 f"{part} of {name} is a {type(value).__name__}, not a function: a task looks like\n{_EXAMPLE}"
             )
-    return Task(name, source, framework, **found)
+    return Task(name, source, framework, **parts)

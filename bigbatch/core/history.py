@@ -10,7 +10,7 @@ from typing import Any
 
 from .checkpoint.files import write_whole
 from .errors import MissingExtraError, StateError
-from .json_values import from_json, to_json
+from .json_values import from_json, json_line
 from .step import Step
 from .weight import as_terms, check_weight, share
 
@@ -73,7 +73,7 @@ class History:
 
     def to_lines(self) -> bytes:
         """One JSON line per step. Lines are cached: saving after each step encodes only the new ones."""
-        new = [json.dumps(to_json(record), allow_nan=False) + "\n" for record in self._records(len(self._lines))]
+        new = [json_line(record) for record in self._records(len(self._lines))]
         text = "".join([*self._lines, *new]).encode()
         self._lines += new[:-1]  # the last step may still become the last of its epoch
         return text

@@ -1,5 +1,6 @@
 """Values that are not finite, in JSON."""
 
+import json
 import math
 from typing import Any
 
@@ -11,6 +12,11 @@ def to_json(value: Any) -> Any:
     if isinstance(value, list):
         return [to_json(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """One line of a file of JSON lines."""
+    return json.dumps(to_json(record), allow_nan=False) + "\n"
 
 
 def from_json(value: Any) -> Any:

@@ -62,8 +62,8 @@ def digits() -> Dataset:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise MissingExtraError("the digits come with scikit-learn: pip install scikit-learn") from error
-    found = load_digits()
-    samples = Samples((found.images / 16.0).astype(np.float32), found.target.astype(np.int64))
+    loaded = load_digits()
+    samples = Samples((loaded.images / 16.0).astype(np.float32), loaded.target.astype(np.int64))
     kept, rest = _split(len(samples))
     return Dataset(Samples(*samples.rows(rest)), Samples(*samples.rows(kept)))
 

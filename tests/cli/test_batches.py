@@ -11,7 +11,7 @@ from bigbatch.cli.config import Config
 from bigbatch.cli.engines.engine import Engine
 from bigbatch.cli.run import randomness
 from bigbatch.cli.run.batches import Batches
-from bigbatch.cli.run.checkpoints import Progress, RunCheckpoints
+from bigbatch.cli.run.checkpoints import RunCheckpoints
 from bigbatch.cli.run.folder import RunFolder
 from bigbatch.cli.task import Task
 
@@ -71,11 +71,10 @@ class Run:
 
     def __init__(self, batches, folder):
         config = Config("task", batch_size=5, seed=3, checkpoint_every=None)
-        self.done = Progress()
         files = RunFolder(folder)
         files.begin_with(b"")
         self.data = Batches(Task("task", "task", "torch", lambda: None, batches, None), config)
-        self.checkpoints = RunCheckpoints(files, Idle(), config, self.done, is_read_only=False)
+        self.checkpoints = RunCheckpoints(files, Idle(), config, is_read_only=False)
 
     def next(self, num, num_draws=1, *, is_saved=False, is_interrupted=False):
         """The next batches, with the model's draws after each; the last may be interrupted instead of trained."""
@@ -85,7 +84,7 @@ class Run:
             if len(found) == num and is_interrupted:
                 break
             draw_as_a_model_does(num_draws)
-            self.done.num_steps += 1
+            self.checkpoints.count()
             if len(found) == num:
                 break
         if is_saved:

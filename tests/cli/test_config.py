@@ -12,6 +12,8 @@ from bigbatch.cli.run.compare import _task_of
 from bigbatch.cli.task import FRAMEWORKS
 from bigbatch.core.errors import OptionError
 
+from .command import run_here
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -21,7 +23,7 @@ ROOT = Path(__file__).parents[2]
         ("torch", {"clip_norm": 2.0, "precision": "bf16", "on_nonfinite": "stop"}),
         ("tensorflow", {"clip_norm": 2.0, "on_nonfinite": "stop"}),
         ("keras", {"global_clipnorm": 2.0}),
-        ("jax", {"max_norm": 2.0}),
+        ("jax", {}),
     ],
 )
 def test_options_are_passed_on(framework: str, passed_on: dict[str, object]) -> None:
@@ -80,8 +82,19 @@ def test_no_option_is_ignored(name: str, framework: str) -> None:
 
 @pytest.mark.parametrize("name", ["clip_norm", "on_nonfinite"])
 def test_an_option_is_declared_once(name: str) -> None:
+    """JAX's engine reads it, the other frameworks take it as it is passed on."""
     done = subprocess.run(["grep", "-rl", name, "--include=*.py", "bigbatch/cli"], cwd=ROOT, capture_output=True)
-    assert done.stdout.decode().split() == ["bigbatch/cli/config.py"]
+    assert sorted(done.stdout.decode().split()) == ["bigbatch/cli/config.py", "bigbatch/cli/engines/jax.py"]
+
+
+def test_a_flag_is_checked_for_the_framework_of_the_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A flag that torch does not take is accepted for a task of another framework."""
+    about = dict(FLAGS["clip_norm"].metadata, takers=("jax",))
+    monkeypatch.setattr(FLAGS["clip_norm"], "metadata", about)
+    (tmp_path / "task.py").write_text("import jax\n")
+    done = run_here("train", tmp_path / "task.py", "--clip-norm", 2)
+    assert "defines no model()" in done.stderr  # the next error
+    assert "--clip-norm" not in done.stderr
 
 
 def test_the_comparison_names_the_framework_of_a_built_in_task() -> None:

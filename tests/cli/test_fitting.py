@@ -14,7 +14,7 @@ from bigbatch import Interrupted, StateError
 from bigbatch.cli.config import Config
 from bigbatch.cli.engines.torch import TorchEngine
 from bigbatch.cli.run.folder import RunFolder
-from bigbatch.cli.run.ranks import Ranks
+from bigbatch.cli.run.ranks import Launch
 from bigbatch.cli.task import Task
 from bigbatch.core.checkpoint.serialize import from_bytes, to_bytes
 from bigbatch.core.checkpoint.store import Store
@@ -31,7 +31,7 @@ def engine(layers=(6, 4, 3), dtype=torch.float32, optimizer=torch.optim.Adam, se
         return model(batch).square().mean()
 
     task = Task("task", "task", "torch", model, list, loss, lambda model, lr: optimizer(model.parameters(), lr))
-    return TorchEngine(task, Config("task", batch_size=6, micro_batch_size=4, seed=seed), Ranks())
+    return TorchEngine(task, Config("task", batch_size=6, micro_batch_size=4, seed=seed), Launch())
 
 
 def saved(found):
@@ -116,7 +116,7 @@ def odd_engine(stop_after=None):
         return model(batch).square().mean()
 
     task = Task("task", "task", "torch", Odd, list, loss, lambda model, lr: torch.optim.SGD(model.parameters(), lr))
-    found = TorchEngine(task, Config("task", batch_size=6, micro_batch_size=2), Ranks())
+    found = TorchEngine(task, Config("task", batch_size=6, micro_batch_size=2), Launch())
     return found
 
 

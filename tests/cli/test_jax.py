@@ -131,13 +131,41 @@ def weight(batch):
 def test_skipped_step_changes_nothing(tmp_path: Path) -> None:
     """One batch has a non-finite sample, another one has weight zero."""
     bad = "x[11, 2] = np.nan; yield x, y; yield x, y * 0 - 1"
-    train(write(tmp_path, SKIPPED.format(between=bad)), tmp_path / "run", "--no-compare", "--epochs", 1)
+    task = write(tmp_path, SKIPPED.format(between=bad))
+    done = run("train", task, "--out", tmp_path / "run", "--no-compare", "--epochs", 1)
+    assert done.returncode == 0, done.stderr
+    assert "step 2 was skipped: the loss is not finite" in done.stderr
+    assert "step 3" not in done.stderr
     train(write(tmp_path, SKIPPED.format(between="")), tmp_path / "without", "--no-compare", "--epochs", 1)
     history = history_of(tmp_path / "run")
     assert [step["is_applied"] for step in history] == [True, False, False, True]
     assert [step["weight"] for step in history] == [16, 16, 0, 16]
     assert [step["loss"] for step in history[1:3]] == ["nan", "nan"]
     assert_same_weights(tmp_path / "run", tmp_path / "without")
+
+
+BAD = """
+def batches(batch_size, epoch, seed):
+    x, y = np.ones((16, 6), np.float32), np.zeros(16, int)
+    for number in range(40):
+        yield x * (1 if number < {first} else np.nan), y
+"""
+
+
+def test_non_finite_steps_end_the_run_as_asked(tmp_path: Path) -> None:
+    """By default after 32 in a row, also across a resume; with "raise" and "stop" at once."""
+    task, out = write(tmp_path, BAD.format(first=1)), tmp_path / "run"
+    train(task, out, "--no-compare", "--steps", 20)
+    done = run("train", task, "--resume", out, "--steps", 40)
+    assert done.returncode == 2, done.stderr
+    assert "the last 32 steps were skipped; it began in step 2, where the loss was not finite" in done.stderr
+    assert len(history_of(out)) == 32
+    done = run("train", task, "--out", tmp_path / "raised", "--on-nonfinite", "raise")
+    assert done.returncode == 2, done.stderr
+    assert "the loss is not finite in step 2, which was not made" in done.stderr
+    done = run("train", task, "--out", tmp_path / "stopped", "--on-nonfinite", "stop")
+    assert done.returncode == 5, done.stderr
+    assert [step["is_applied"] for step in history_of(tmp_path / "stopped")] == [True, False]
 
 
 TRACES = """

@@ -12,7 +12,7 @@ from .jax_task import TINY, write
 from .test_refusals import assert_refused
 
 REFUSED: dict[str, tuple[str, list[Any], str]] = {
-    "fp16": ("", ["--precision", "fp16"], "pass --precision bf16"),
+    "fp16": ("", ["--precision", "fp16"], "needs loss scaling, which JAX tasks do not support"),
     "a device that is not there": ("", ["--device", "gpu:7"], "--device gpu:7 cannot be used here: JAX sees cpu"),
     "a negative weight": (
         "\ndef weight(batch):\n    return -len(batch[0])\n",
@@ -22,7 +22,7 @@ REFUSED: dict[str, tuple[str, list[Any], str]] = {
     "a weight that turns out negative": (
         "\ndef weight(batch):\n    return jnp.asarray([4.0, -1.0])[(batch[1] > 0).all().astype(int)]\n",
         [],
-        "weight() of tiny returned a number that is negative or not finite",
+        "the weight of the batch is nan",
     ),
     "a weight too many": (
         "\ndef weight(batch):\n    return 1, 2\n",

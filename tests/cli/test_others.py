@@ -6,8 +6,10 @@ import sys
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
+from safetensors.numpy import load_file
 
 import bigbatch
 from bigbatch.cli import doctor
@@ -123,3 +125,35 @@ def test_tasks_in_the_documentation(number: int, tmp_path: Path) -> None:
 
 def test_the_command_is_installed() -> None:
     assert BIGBATCH.exists()
+
+
+COMPILED = """
+import keras
+import numpy as np
+
+def model():
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3)])
+    model.compile(keras.optimizers.SGD(1.0{clips}), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+def batches(batch_size):
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    yield x, x[:, :3].argmax(1)
+
+loss = None
+defaults = {{"batch_size": 16, "micro_batch_size": 3, "lr": 1.0, "epochs": 1}}
+"""
+
+
+def test_a_keras_model_that_the_task_compiled_is_clipped(tmp_path: Path) -> None:
+    task = tmp_path / "task.py"
+    task.write_text(COMPILED.format(clips=""))
+    for norm in (1e-30, 1e-2):
+        train(task, tmp_path / f"run{norm}", "--no-compare", "--clip-norm", norm)
+    start, clipped = (load_file(tmp_path / f"run{norm}" / "model.safetensors") for norm in (1e-30, 1e-2))
+    moved = np.sqrt(sum(((clipped[name] - start[name]) ** 2).sum() for name in start))
+    assert moved == pytest.approx(1e-2, rel=1e-3)
+    task.write_text(COMPILED.format(clips=", clipvalue=0.5"))
+    done = run("train", task, "--out", tmp_path / "run", "--clip-norm", 1)
+    assert done.returncode == 2, done.stderr
+    assert "the optimizer of task has clipvalue=0.5, and Keras clips in one way only" in done.stderr

@@ -8,9 +8,8 @@ import matplotlib
 import numpy as np
 import pytest
 
-from bigbatch import OptionError, StateError
+from bigbatch import StateError
 from bigbatch.cli.report import plots
-from bigbatch.cli.report.page import write_report
 from bigbatch.cli.report.text import count, difference, duration, number, size
 
 from .page import Page, report
@@ -101,13 +100,6 @@ def test_a_failed_report_leaves_the_old_one(tmp_path):
         report(folder)
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run"]
-
-
-def test_no_folders_and_no_writable_place(tmp_path):
-    with pytest.raises(OptionError, match="0 run folders: pass at least 1"):
-        write_report([], tmp_path / "report.html")
-    with pytest.raises(OptionError, match="make it first"):
-        write_report([write_run(tmp_path / "run")], tmp_path / "absent" / "report.html")
 
 
 # --- numbers ------------------------------------------------------------------------------------

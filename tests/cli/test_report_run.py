@@ -6,7 +6,7 @@ import pytest
 from bigbatch import StateError
 from bigbatch.cli.report.page import read_run, write_report
 
-from .runs import VERIFICATION, write_run
+from .runs import write_run
 
 # --- damaged folders -------------------------------------------------------------------------------------
 
@@ -35,18 +35,6 @@ def test_last_line_without_a_newline_counts_if_it_is_complete(tmp_path):
     assert len(read_run(folder).records) == 48
 
 
-def test_times_may_be_in_the_history(tmp_path):
-    folder = write_run(tmp_path / "run", has_full_batch=False)
-    new = read_run(folder)
-    times = [json.loads(line) for line in (folder / "times.jsonl").read_text().splitlines()]
-    records = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
-    assert [record.seconds for record in new.records] == [time["seconds"] for time in times]
-    both = ({**record, **time} for record, time in zip(records, times, strict=True))
-    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in both))
-    (folder / "times.jsonl").unlink()
-    assert read_run(folder).records == new.records
-
-
 def test_lost_times_are_left_out(tmp_path):
     folder = write_run(tmp_path / "run")
     lines = (folder / "times.jsonl").read_text().splitlines(keepends=True)
@@ -59,18 +47,16 @@ def test_lost_times_are_left_out(tmp_path):
 
 
 def test_folder_without_a_run(tmp_path):
-    with pytest.raises(StateError, match=r"absent is not a folder: pass a run folder that `bigbatch train` wrote"):
+    with pytest.raises(StateError, match=r"absent/config.toml is missing: pass the folder of a run that has ended"):
         read_run(tmp_path / "absent")
-    with pytest.raises(StateError, match="is not a run folder, because it has none of config"):
-        read_run(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["", "full_batch"])
-@pytest.mark.parametrize("name", ["config.toml", "history.jsonl", "summary.json"])
+@pytest.mark.parametrize("name", ["config.toml", "history.jsonl", "times.jsonl", "summary.json"])
 def test_a_missing_file(tmp_path, part, name):
     folder = write_run(tmp_path / "run")
     (folder / part / name).unlink()
-    with pytest.raises(StateError, match=rf"{(folder / part / name)} is missing.*: train the run again"):
+    with pytest.raises(StateError, match=rf"{(folder / part / name)} is missing: pass the folder"):
         read_run(folder)
 
 
@@ -86,21 +72,12 @@ DAMAGE = {
     "a list": ("summary.json", lambda text: "[]"),
     "too deep": ("summary.json", lambda text: "[" * 200_000),
     "a key missing": ("summary.json", lambda text: text.replace('"num_steps"', '"steps"')),
-    "text for a number": ("summary.json", lambda text: text.replace('"seconds": ', '"seconds": "", "more": ', 1)),
-    "an unknown status": ("summary.json", lambda text: text.replace('"finished"', '"done"', 1)),
-    "true for a number": ("summary.json", lambda text: text.replace('"batch_size": 256', '"batch_size": true')),
-    "a score in words": ("summary.json", lambda text: text.replace("0.975", '"good"')),
     "a comparison cut": ("summary.json", lambda text: text.replace('"worst_weight"', '"worst"')),
     "a full batch in words": ("summary.json", lambda text: replaced(text, full_batch="no")),
-    "an error in words": ("summary.json", lambda text: text.replace("4.2e-16", '"small"')),
-    "causes in no list": ("summary.json", lambda text: replaced(text, verification={**VERIFICATION, "causes": "x"})),
     "a line cut in half": ("history.jsonl", lambda text: text[:100] + "\n" + text[100:]),
     "a step without loss": ("history.jsonl", lambda text: text.replace('"loss"', '"los"', 1)),
-    "a step in words": ("history.jsonl", lambda text: text.replace('"is_applied": true', '"is_applied": 1', 1)),
     "an empty line": ("history.jsonl", lambda text: text + "\n"),
     "a line that is no object": ("history.jsonl", lambda text: text + "3\n"),
-    "a time in words": ("times.jsonl", lambda text: text + '{"step": 3, "seconds": "late"}\n'),
-    "a time in the history in words": ("history.jsonl", lambda text: text.replace('"lr"', '"seconds": "late", "lr"')),
 }  # fmt: skip
 
 
@@ -120,14 +97,3 @@ def test_a_damaged_file_is_named_with_the_remedy(tmp_path, kind):
     assert "\n" not in message
     assert len(message) < 400
     assert not (tmp_path / "report.html").exists()
-
-
-def test_unreadable_file_is_named(tmp_path, monkeypatch):
-    folder = write_run(tmp_path / "run")
-
-    def refuse(path):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(type(folder), "read_bytes", refuse)
-    with pytest.raises(StateError, match=r"config.toml cannot be read \(Permission denied\)"):
-        read_run(folder)

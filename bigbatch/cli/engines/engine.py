@@ -8,24 +8,24 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...core.checkpoint.serialize import Array, as_array
-from ...core.errors import MissingExtraError
 from ...core.step import Step
 from ...core.verify.result import Verification
 from ..config import Config
 from ..errors import TaskError
-from ..run.ranks import Ranks
-from ..task import Task, their_own_errors
+from ..run.ranks import Launch
+from ..task import Task, missing_extras, task_errors
 
 EPSILON = 1e-5
 """Adam's epsilon if the task has no optimizer. With the usual 1e-8, rounding would move weights without a gradient."""
 
-_ALONE = Ranks()
 _CLASSES = {"torch": "TorchEngine", "tensorflow": "TensorFlowEngine", "keras": "KerasEngine", "jax": "JaxEngine"}
 
 
 class Engine(Protocol):
     """A model, its optimizer and its accumulator: one class for each framework."""
 
+    task: Task
+    model: Any
     device: str
 
     def step(self, batch: Any) -> Step:
@@ -42,6 +42,7 @@ class Engine(Protocol):
 
     def scores(self) -> dict[str, float]:
         """What the task's evaluate() returns."""
+        return scores_of(self.task, self.model)
 
     def peak_bytes(self) -> int | None:
         """What training added to the memory in use, at its peak; None if that is not known."""
@@ -75,16 +76,12 @@ class Engine(Protocol):
         return False
 
 
-def make_engine(task: Task, config: Config, ranks: Ranks = _ALONE) -> Engine:
+def make_engine(task: Task, config: Config, ranks: Launch) -> Engine:
     """Creates the engine of the task. Its framework is imported here and not before."""
     random.seed(config.seed)
     np.random.seed(config.seed)
-    try:
+    with missing_extras(task.name, task.framework):
         module = importlib.import_module(f".{task.framework}", __package__)
-    except ModuleNotFoundError as error:
-        if error.name not in (task.framework, "optax"):
-            raise
-        raise MissingExtraError(f'{task.name} needs {error.name}: pip install "bigbatch[{task.framework}]"') from error
     kind = getattr(module, _CLASSES[task.framework])
     engine: Engine = kind(task, config, ranks) if task.framework == "torch" else kind(task, config)
     return engine
@@ -94,13 +91,13 @@ def scores_of(task: Task, model: Any) -> dict[str, float]:
     """What the task's evaluate() returns, as plain numbers."""
     if task.evaluate is None:
         return {}
-    with their_own_errors():
-        found = task.evaluate(model)
-    if not isinstance(found, Mapping):
+    with task_errors():
+        scores = task.evaluate(model)
+    if not isinstance(scores, Mapping):
         raise TaskError(
-            f"evaluate() of {task.name} returned a {type(found).__name__}: return a dict such as {{'accuracy': 0.98}}"
+            f"evaluate() of {task.name} returned a {type(scores).__name__}: return a dict such as {{'accuracy': 0.98}}"
         )
-    return {str(name): float(value) for name, value in found.items()}
+    return {str(name): float(value) for name, value in scores.items()}
 
 
 def check_kind(task: Task, model: Any, kind: type) -> None:

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import jax
@@ -11,18 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ...core.errors import OptionError, WeightError
+from ...core.errors import OptionError
+from ...core.nonfinite import NonFinite, place_in
 from ...core.step import Step
 from ...core.verify.result import Verification
-from ...core.weight import as_plain, as_terms, counted, from_terms, share
+from ...core.weight import as_terms, check_weight, counted, from_terms, share
 from ...core.window import cuts
 from ...jax import value_and_grad, verify
 from ...jax.arguments import ArgumentLayout, Arrays, num_rows, split_arguments
 from ...jax.checkpoints import arrays_of, by_path, tree_of
-from ...jax.checks import is_finite, parameter_name
+from ...jax.checks import checked_weight, is_finite, parameter_name
 from ..config import Config
 from ..errors import TaskError
-from ..task import Task, call_with, their_own_errors
+from ..task import Task, call_with, task_errors
 from .engine import EPSILON, Engine, scores_of
 
 
@@ -32,8 +32,7 @@ class JaxEngine(Engine):
     def __init__(self, task: Task, config: Config) -> None:
         if config.precision == "fp16":
             raise OptionError(
-                f"--precision fp16 needs a scaled loss, which {task.name}, a task of jax, does not have: "
-                "pass --precision bf16"
+                "--precision fp16 needs loss scaling, which JAX tasks do not support: pass --precision bf16"
             )
         self.task, self.config = task, config
         self._device = _device_of(config.device)
@@ -41,7 +40,8 @@ class JaxEngine(Engine):
         self._takes_key = "key" in inspect.signature(task.loss).parameters
         self._lr = config.scaled_lr
         self.num_steps = 0
-        with self._at_work():
+        self._nonfinite = NonFinite(config.on_nonfinite)  # type: ignore[arg-type]
+        with self._on_device():
             model = call_with(task.model, {"seed": config.seed})
             self.parameters, self._rest = _partition(task, model)
             optimizer_state = self._optimizer(self.parameters, self._lr).init(self.parameters)
@@ -53,8 +53,8 @@ class JaxEngine(Engine):
         self._compiled: dict[Any, Any] = {}
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        with jax.default_device(self._device), their_own_errors():
+    def _on_device(self) -> Iterator[None]:
+        with jax.default_device(self._device), task_errors():
             yield
 
     # --- one step, compiled ----------------------------------------------------------------------------------
@@ -64,33 +64,31 @@ class JaxEngine(Engine):
     ) -> tuple[Any, Any, dict[str, Any]]:
         """The next parameters, the next state of the optimizer, and the numbers for the `Step`.
 
-        Parameters and state do not change if the gradient is not finite or the total weight is zero or wrong.
+        Parameters and state do not change if the gradient is not finite, as it is with a wrong weight, or if the total
+        weight is zero.
         """
         (_, batch), _ = layout.bind(arrays)
-        (value, found), gradient = self._value_and_grad(parameters, batch, *self._keys(number))
-        found["grad_norm"] = optax.tree.norm(gradient)
-        has_weight = jnp.stack([weight != 0 for weight in found["weights"]]).any()
-        found["is_applied"] = is_finite(gradient) & has_weight & (found["num_wrong"] == 0)
-        if (max_norm := self.config.for_framework().get("max_norm")) is not None:
-            gradient, _ = optax.clip_by_global_norm(max_norm).update(gradient, optax.EmptyState())
+        (value, numbers), gradient = self._value_and_grad(parameters, batch, *self._keys(number))
+        numbers["grad_norm"] = optax.tree.norm(gradient)
+        has_weight = jnp.stack(numbers["weights"]).any()
+        checked = (gradient, value) if self._nonfinite.needs_finite_loss else gradient
+        numbers["is_applied"] = is_finite(checked) & has_weight
+        if self.config.clip_norm is not None:
+            gradient, _ = optax.clip_by_global_norm(self.config.clip_norm).update(gradient, optax.EmptyState())
         optimizer = optax.with_extra_args_support(self._optimizer(parameters, lr))
         updates, next_state = optimizer.update(gradient, state, parameters, value=value)
         after = optax.apply_updates(parameters, updates), next_state
-        kept = jax.tree.map(lambda new, old: jnp.where(found["is_applied"], new, old), after, (parameters, state))
-        return *kept, found
+        kept = jax.tree.map(lambda new, old: jnp.where(numbers["is_applied"], new, old), after, (parameters, state))
+        return *kept, numbers
 
     def _loss_with_sums(self, parameters: Any, batch: Any, *keys: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The terms of the loss, and for the `Step` sums over the micro-batches."""
-        given = parameters, batch
-        terms = as_terms(self._loss(*(_as_bf16(given) if self.config.precision == "bf16" else given), *keys))
-        terms = tuple(jnp.asarray(term, jnp.promote_types(jnp.result_type(term), jnp.float32)) for term in terms)
-        found = (self.num_samples(batch),) * len(terms) if self.task.weight is None else self.task.weight(batch)
-        weights = [jnp.sum(jnp.asarray(weight)) for weight in as_terms(found)]
-        return terms, {
-            "sums": [counted(term, w, jnp.where) for term, w in zip(terms, weights, strict=False)],
-            "weights": weights,
-            "num_wrong": sum(jnp.where((weight >= 0) & jnp.isfinite(weight), 0, 1) for weight in weights),
-        }
+        inputs = _as_bf16((parameters, batch)) if self.config.precision == "bf16" else (parameters, batch)
+        terms = as_terms(self._loss(*inputs, *keys))
+        given = (self.num_samples(batch),) * len(terms) if self.task.weight is None else self.task.weight(batch)
+        weights = [jnp.asarray(checked_weight(w, jnp.float32), jnp.float32) for w in as_terms(given)]
+        sums = [counted(term, w, jnp.where) for term, w in zip(terms, weights, strict=False)]
+        return terms, {"sums": sums, "weights": weights}
 
     def _loss(self, parameters: Any, batch: Any, *keys: Any) -> Any:
         by_name = {"key": keys[0]} if keys else {}
@@ -123,33 +121,33 @@ class JaxEngine(Engine):
         layout, arrays = _split(batch)
         given = self.parameters, self.optimizer_state, arrays, self.num_steps, self._lr
         shapes = layout, *((array.shape, array.dtype) for array in jax.tree.leaves(arrays))
-        with self._at_work():
+        with self._on_device():
             if shapes not in self._compiled:
                 self._compiled[shapes] = self._step.lower(layout, *given).compile()
-            self.parameters, self.optimizer_state, found = self._compiled[shapes](*given)
+            self.parameters, self.optimizer_state, numbers = self._compiled[shapes](*given)
         self.num_steps += 1
+        fetched = jax.device_get(numbers)
+        totals = [weight.item() for weight in fetched["weights"]]
+        weights = check_weight(tuple(int(w) if w.is_integer() else w for w in totals), of="the batch")
+        terms = tuple(map(share, map(float, fetched["sums"]), weights))
+        if fetched["is_applied"]:
+            self._nonfinite.applied()
+        elif any(weights):
+            self._nonfinite.skipped(self.num_steps, place_in(terms) or "the gradient", is_overflow=False)
+            self._nonfinite.check(self.num_steps)
         size = self.config.micro_batch_size
-
-        @cache
-        def fetched() -> dict[str, Any]:
-            numbers: dict[str, Any] = jax.device_get(found)
-            if num := int(numbers["num_wrong"]):
-                raise WeightError(
-                    f"weight() of {self.task.name} returned a number that is negative or not finite {num} "
-                    f"time{'s' * (num != 1)} in one batch: a weight says over how many samples or tokens the loss is "
-                    "a mean"
-                )
-            numbers["weights"] = [as_plain(weight.item()) for weight in numbers["weights"]]
-            return numbers
-
         return Step(
-            terms=lambda: tuple(map(share, map(float, fetched()["sums"]), fetched()["weights"])),
-            weight=lambda: from_terms(tuple(fetched()["weights"])),
-            grad_norm=lambda: float(fetched()["grad_norm"]),
+            terms=terms,
+            weight=from_terms(weights),
+            grad_norm=float(fetched["grad_norm"]),
             num_micro_batches=len(cuts(num_rows(arrays), size)),
             micro_batch_size=size,
-            is_applied=lambda: bool(fetched()["is_applied"]),
+            is_applied=bool(fetched["is_applied"]),
         )
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._nonfinite.is_stopped
 
     def set_lr(self, lr: float) -> None:
         self._lr = lr
@@ -159,14 +157,14 @@ class JaxEngine(Engine):
 
     def weights(self) -> dict[str, np.ndarray]:
         leaves = jax.tree.leaves_with_path(self.parameters)
-        found = {parameter_name(path): leaf for path, leaf in leaves}  # short names such as dense.kernel
-        found = found if len(found) == len(leaves) else by_path(self.parameters)
+        named = {parameter_name(path): leaf for path, leaf in leaves}  # short names such as dense.kernel
+        named = named if len(named) == len(leaves) else by_path(self.parameters)
         return {
-            name: np.asarray(leaf, np.float32 if leaf.dtype == jnp.bfloat16 else None) for name, leaf in found.items()
+            name: np.asarray(leaf, np.float32 if leaf.dtype == jnp.bfloat16 else None) for name, leaf in named.items()
         }
 
     def scores(self) -> dict[str, float]:
-        with self._at_work():
+        with self._on_device():
             return scores_of(self.task, _combine(self.parameters, self._rest))
 
     def peak_bytes(self) -> int | None:
@@ -176,19 +174,21 @@ class JaxEngine(Engine):
         return int(max(peaks)) if peaks else None
 
     def state(self) -> dict[str, Any]:
-        return {"arrays": arrays_of(self._all()), "num_steps": self.num_steps}
+        arrays = arrays_of(self._all())
+        return {"arrays": arrays, "num_steps": self.num_steps, "skipped": self._nonfinite.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
-        found = tree_of(state["arrays"], like=self._all())
-        self.parameters, self.optimizer_state = found["parameters"], found["optimizer"]
+        tree, skipped = tree_of(state["arrays"], like=self._all()), NonFinite.read(state.get("skipped", {}))
+        self.parameters, self.optimizer_state = tree["parameters"], tree["optimizer"]
         self.num_steps = state["num_steps"]
+        self._nonfinite.load_state_dict(skipped)
 
     def _all(self) -> dict[str, Any]:
         return {"parameters": self.parameters, "optimizer": self.optimizer_state}
 
     def verify(self, batch: Any) -> Verification:
         size, weight = self.config.micro_batch_size, self.task.weight
-        with self._at_work():
+        with self._on_device():
             return verify(self.parameters, batch, self._loss, size, weight=weight, args=self._keys(0))
 
 

@@ -14,8 +14,8 @@ from ..config import Config
 from ..errors import TaskError
 from ..run import randomness
 from ..run.memory import HostPeak
-from ..task import Task, call_with, their_own_errors
-from .engine import EPSILON, Engine, check_kind, scores_of
+from ..task import Task, call_with, task_errors
+from .engine import EPSILON, Engine, check_kind
 from .keras_state import load_variables, state_of_variables
 
 POLICIES = {"float32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
@@ -36,26 +36,32 @@ class KerasEngine(Engine):
         randomness.seed_keras(config.seed)
         keras.config.set_dtype_policy(POLICIES[config.precision])
         self.micro_batch_size = config.micro_batch_size
-        self.model = self._make_model()
+        with task_errors():
+            self.model = task.model()
+        check_kind(task, self.model, keras.Model)
         if not self.model.compiled:
-            optimizer = make_optimizer(task, self.model, config)
-            for name, value in config.for_framework().items():
-                setattr(inner(optimizer), name, value)
-            self.model.compile(optimizer=optimizer, loss=task.loss)
-        with their_own_errors():
+            self.model.compile(optimizer=make_optimizer(task, self.model, config), loss=task.loss)
+        self._set_clipping(config.for_framework())
+        with task_errors():
             accumulate(self.model, config.micro_batch_size)
         self._peak = HostPeak()
 
-    def _make_model(self) -> Any:
-        with their_own_errors():
-            model = self.task.model()
-        check_kind(self.task, model, keras.Model)
-        return model
+    def _set_clipping(self, options: dict[str, float]) -> None:
+        """Sets what --clip-norm asks for, also if the task compiled the model itself."""
+        optimizer = inner(self.model.optimizer)
+        for name, value in options.items():
+            for own in ("clipnorm", "clipvalue"):
+                if (limit := getattr(optimizer, own, None)) is not None:
+                    raise OptionError(
+                        f"the optimizer of {self.task.name} has {own}={limit}, and Keras clips in one way only: "
+                        "leave out --clip-norm, or the argument of the optimizer"
+                    )
+            setattr(optimizer, name, value)
 
     def step(self, batch: Any) -> Step:
         num = self.num_samples(batch)
         before = int(inner(self.model.optimizer).iterations.numpy())
-        with their_own_errors():
+        with task_errors():
             self.model.reset_metrics()
             loss = float(self.model.train_on_batch(*batch, return_dict=True)["loss"])
         return Step(
@@ -80,9 +86,6 @@ class KerasEngine(Engine):
     def weights(self) -> dict[str, np.ndarray]:
         return weights_of(self.model)
 
-    def scores(self) -> dict[str, float]:
-        return scores_of(self.task, self.model)
-
     def peak_bytes(self) -> int | None:
         return self._peak.num_bytes()
 
@@ -94,7 +97,7 @@ class KerasEngine(Engine):
 
     def verify(self, batch: Any) -> Verification:
         self.num_samples(batch)  # raises unless it is (x, y) or (x, y, sample_weight)
-        with their_own_errors():
+        with task_errors():
             return verify(self.model, *batch, micro_batch_size=self.micro_batch_size)
 
 
@@ -104,7 +107,7 @@ def make_optimizer(task: Task, model: Any, config: Config) -> Any:
     if task.optimizer is None:
         optimizer = keras.optimizers.Adam(lr, epsilon=EPSILON)
     else:
-        with their_own_errors():
+        with task_errors():
             optimizer = call_with(task.optimizer, {"model": model, "lr": lr})
         if "lr" not in inspect.signature(task.optimizer).parameters:
             inner(optimizer).learning_rate = lr

@@ -1,4 +1,4 @@
-"""Runs tasks of TensorFlow."""
+"""TensorFlow tasks."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from ...tensorflow.batch import Layout, batch_size
 from ..config import Config
 from ..run import randomness
 from ..run.memory import HostPeak
-from ..task import Task, their_own_errors
-from .engine import Engine, check_kind, scores_of
+from ..task import Task, task_errors
+from .engine import Engine, check_kind
 from .keras import POLICIES, inner, make_optimizer, weights_of
 from .keras_state import load_variables, state_of_variables
 
 
 class TensorFlowEngine(Engine):
-    """A TensorFlow task as `bigbatch train` and `verify` run it; see engine.py."""
+    """The engine of TensorFlow tasks."""
 
     def __init__(self, task: Task, config: Config) -> None:
         self.task = task
@@ -30,7 +30,7 @@ class TensorFlowEngine(Engine):
         randomness.seed_keras(config.seed)
         tf.random.set_global_generator(tf.random.Generator.from_seed(config.seed))  # else its seed is another each time
         keras.config.set_dtype_policy(POLICIES[config.precision])
-        with tf.device(self.device), their_own_errors():
+        with tf.device(self.device), task_errors():
             self.model = task.model()
         check_kind(task, self.model, tf.Module if not isinstance(self.model, keras.Model) else keras.Model)
         self.optimizer = make_optimizer(task, self.model, config)
@@ -47,7 +47,7 @@ class TensorFlowEngine(Engine):
         self._peak = HostPeak()
 
     def step(self, batch: Any) -> Step:
-        with tf.device(self.device), their_own_errors():
+        with tf.device(self.device), task_errors():
             return self.accumulator.step(batch)
 
     def set_lr(self, lr: float) -> None:
@@ -58,9 +58,6 @@ class TensorFlowEngine(Engine):
 
     def weights(self) -> dict[str, np.ndarray]:
         return weights_of(self.model)
-
-    def scores(self) -> dict[str, float]:
-        return scores_of(self.task, self.model)
 
     def peak_bytes(self) -> int | None:
         if "GPU" in self.device:
@@ -83,7 +80,7 @@ class TensorFlowEngine(Engine):
         return self.accumulator.is_stopped
 
     def verify(self, batch: Any) -> Verification:
-        with tf.device(self.device), their_own_errors():
+        with tf.device(self.device), task_errors():
             return verify(self.model, batch, self.task.loss, self.micro_batch_size, weight=self.task.weight)
 
 

@@ -22,8 +22,8 @@ from ..config import Config
 from ..errors import TaskError
 from ..run import randomness
 from ..run.memory import HostPeak
-from ..run.ranks import Ranks
-from ..task import Task, call_with, their_own_errors
+from ..run.ranks import Launch
+from ..task import Task, call_with, task_errors
 from .engine import EPSILON, Engine, check_kind, scores_of
 
 
@@ -33,12 +33,12 @@ class TorchEngine(Engine):
     to_array = staticmethod(to_array)
     from_array = staticmethod(from_array)
 
-    def __init__(self, task: Task, config: Config, ranks: Ranks) -> None:
+    def __init__(self, task: Task, config: Config, ranks: Launch) -> None:
         self.task, self.ranks, self.seed = task, ranks, config.seed
         self._device = ranks.join(_device_of(config.device))
         self.device = str(self._device)
         torch.manual_seed(config.seed)
-        with their_own_errors():
+        with task_errors():
             self.model = task.model()
         check_kind(task, self.model, nn.Module)
         self.model.to(self._device)
@@ -46,7 +46,7 @@ class TorchEngine(Engine):
         self._lrs = [group["lr"] / config.scaled_lr for group in self.optimizer.param_groups]
         self.micro_batch_size = config.micro_batch_size
         self.accumulator = Accumulator(
-            ranks.together(self.model),
+            ranks.wrap(self.model),
             self.optimizer,
             task.loss,
             micro_batch_size=config.micro_batch_size,
@@ -59,7 +59,7 @@ class TorchEngine(Engine):
     def _make_optimizer(self, lr: float) -> torch.optim.Optimizer:
         if self.task.optimizer is None:
             return torch.optim.AdamW(self.model.parameters(), lr, eps=EPSILON)
-        with their_own_errors():
+        with task_errors():
             optimizer = call_with(self.task.optimizer, {"model": self.model, "lr": lr})
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TaskError(
@@ -71,21 +71,22 @@ class TorchEngine(Engine):
         return optimizer
 
     def step(self, batch: Any) -> Step:
-        batch = self._on_device(self.ranks.share(default_convert(batch)))
+        batch = self._on_device(self.ranks.own_part(default_convert(batch)))
         if self._peak is None:
-            self._warm_up(batch)
+            if batch is not None:
+                self._warm_up(batch)
             self._peak = HostPeak()
             if self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
                 self._before = torch.cuda.memory_allocated(self._device)
-        with their_own_errors(), self.ranks.own_random(self.seed, self.accumulator.num_steps):
+        with task_errors(), self.ranks.own_random(self.seed, self.accumulator.num_steps):
             return self.accumulator.step(batch)
 
     def _warm_up(self, batch: Any) -> None:
         """Runs two samples through a copy of the model, so that what libraries allocate once is not counted."""
-        with suppress(Exception), randomness.kept():  # an error will show in the step
-            found = self.task.loss(copy.deepcopy(self.model), nest.cut(batch, 2)[0][0])
-            torch.autograd.backward(list(as_terms(found)))
+        with suppress(Exception), randomness.preserved():  # an error will show in the step
+            loss = self.task.loss(copy.deepcopy(self.model), nest.cut(batch, 2)[0][0])
+            torch.autograd.backward(list(as_terms(loss)))
 
     def _on_device(self, batch: Any) -> Any:
         return nest.map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
@@ -99,8 +100,8 @@ class TorchEngine(Engine):
         return nest.batch_size(default_convert(batch))
 
     def weights(self) -> dict[str, np.ndarray]:
-        found = self.model.state_dict().items()
-        return {name: _weight_of(value) for name, value in found if isinstance(value, torch.Tensor)}
+        values = self.model.state_dict()
+        return {name: _weight_of(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     def scores(self) -> dict[str, float]:
         self.model.eval()
@@ -130,7 +131,7 @@ class TorchEngine(Engine):
 
     def verify(self, batch: Any) -> Verification:
         batch = self._on_device(default_convert(batch))
-        with their_own_errors():
+        with task_errors():
             return verify(self.model, batch, self.task.loss, self.micro_batch_size, weight=self.task.weight)
 
 

@@ -14,11 +14,11 @@ from torch.utils.data import default_convert
 
 from ...core.errors import BatchError, OptionError, RankError, StateError
 from ...torch import batch as nest
-from ..run.ranks import Ranks
+from ..run.ranks import Launch
 
 
-class TorchRanks(Ranks):
-    """Every rank draws the same batches and takes its part of each."""
+class TorchLaunch(Launch):
+    """Several processes: each draws the same batches and takes its part of every batch."""
 
     def join(self, device: torch.device) -> torch.device:
         if device == torch.device("cuda"):
@@ -38,17 +38,17 @@ class TorchRanks(Ranks):
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         return device
 
-    def together(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         with _report_ended_ranks():
             # a task may leave parameters unused; finding them costs one walk through the graph per step
-            return _Together(model, find_unused_parameters=True)
+            return _TransparentDDP(model, find_unused_parameters=True)
 
-    def share(self, batch: Any) -> Any:
+    def own_part(self, batch: Any) -> Any:
         return nest.part_of_rank(batch, self.rank, self.num)
 
     @contextmanager
     def own_random(self, seed: int, step: int) -> Iterator[None]:
-        """Seeds torch in each step, so that nothing has to be saved. Batches are drawn outside, alike on all ranks."""
+        """Seeds torch anew in each step, so no random state has to be saved. Batches are drawn outside of it."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with _report_ended_ranks(), torch.random.fork_rng(devices):
             torch.manual_seed(int(np.random.SeedSequence([seed, step, self.rank]).generate_state(1, np.uint64)[0]))
@@ -56,10 +56,7 @@ class TorchRanks(Ranks):
 
     def agree(self, is_wanted: bool, *of_all: Any) -> bool:
         checksum = zlib.crc32(repr([_sample(part) for part in of_all]).encode())
-        numbers = torch.tensor([is_wanted, checksum, -checksum])
-        with _report_ended_ranks():
-            dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        is_any, largest, smallest = numbers.tolist()
+        is_any, largest, smallest = _largest(is_wanted, checksum, -checksum)
         if largest != -smallest:
             raise BatchError(
                 f"batches() did not give all {self.num} ranks the same batches: give every rank all the data in the "
@@ -67,15 +64,12 @@ class TorchRanks(Ranks):
             )
         return bool(is_any)
 
-    def check_place(self, num_steps: int) -> None:
-        numbers = torch.tensor([num_steps, -num_steps])
-        with _report_ended_ranks():
-            dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        most, fewest = numbers.abs().tolist()
-        if most != fewest:
+    def check_position(self, num_steps: int) -> None:
+        most, fewest = _largest(num_steps, -num_steps)
+        if most != -fewest:
             raise StateError(
-                f"one rank found a checkpoint of {most} steps and another one of {fewest}: make sure that all machines "
-                "see the same run folder"
+                f"one rank found a checkpoint of {most} steps and another one of {-fewest}: make sure that all "
+                "machines see the same run folder"
             )
 
     def end(self) -> None:
@@ -83,14 +77,22 @@ class TorchRanks(Ranks):
         dist.destroy_process_group()
 
 
-class _Together(DistributedDataParallel):
-    """DistributedDataParallel with the attributes of the model, because a loss may use more than its forward pass."""
+class _TransparentDDP(DistributedDataParallel):
+    """DistributedDataParallel with the attributes of the model, because a loss may use more than `model(x)`."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+def _largest(*numbers: int) -> list[int]:
+    """The largest of each number on any rank."""
+    found = torch.tensor(numbers)
+    with _report_ended_ranks():
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
 
 
 def _sample(part: Any) -> Any:

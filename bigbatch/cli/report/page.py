@@ -6,20 +6,15 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ...core.checkpoint.files import write_whole
-from ...core.errors import OptionError
 from .curves import make_plots
 from .run import Run, read_run
-from .tables import FACTS, configuration, distances, figures, verifications
-from .text import exact, headline, listed, remarks
+from .tables import FACTS, configuration, figures, verifications
+from .text import headline, listed, remarks
 
 
 def write_report(folders: Sequence[Path], path: Path) -> None:
     """Writes the page about these run folders, whole or not at all."""
     places = {folder.resolve(): folder for folder in folders}  # the same folder twice is one run
-    if not places:
-        raise OptionError("the report has 0 run folders: pass at least 1")
-    if not path.parent.is_dir():
-        raise OptionError(f"there is no folder {path.parent} for {path.name}: make it first")
     page = _render(_names_of(list(places)), [read_run(folder) for folder in places.values()])
     write_whole(path, page.encode(errors="replace"))
 
@@ -49,10 +44,8 @@ def _render(names: Sequence[str], runs: Sequence[Run]) -> str:
         remarks=[remarks(run) for run in runs],
         facts=FACTS,
         figures=figures(names, runs),
-        distances=distances(names, runs),
         plots=[plot for plot in plots if plot.drawing],
         not_drawn=[plot for plot in plots if not plot.drawing],
         verifications=verifications(names, runs),
         configuration=configuration(names, runs),
-        exact=exact,
     )

@@ -26,6 +26,7 @@ MARKERS = ("o", "^", "D", "v", "s")
 _GLYPHS = ("●○", "▲△", "◆◇", "▼▽", "■□")
 """The marker in the legend, filled and hollow."""
 
+Point = tuple[float, float]
 MAX_POINTS = 800
 LARGEST = 1e300
 """Larger values are not drawn: the ends of an axis would overflow."""
@@ -82,11 +83,11 @@ class Curve:
     """A line to draw; a point that is not finite is left out."""
 
     look: Look
-    xs: Sequence[float]
-    ys: Sequence[float]
+    points: Sequence[Point]
 
-    def points(self) -> tuple[np.ndarray, np.ndarray]:
-        xs, ys = np.asarray(self.xs, dtype=float), np.asarray(self.ys, dtype=float)
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """The finite points, as their x and their y."""
+        xs, ys = np.array(self.points, dtype=float).reshape(-1, 2).T
         is_drawn = (np.abs(xs) < LARGEST) & (np.abs(ys) < LARGEST)  # false for NaN, too
         return xs[is_drawn], ys[is_drawn]
 
@@ -105,7 +106,7 @@ def lines(
     """Curves, the wide ones underneath. On a log scale a zero is a triangle at the bottom edge."""
 
     def paint(axes: Any) -> None:
-        drawn = [(curve.look, *curve.points()) for curve in curves]
+        drawn = [(curve.look, *curve.arrays()) for curve in curves]
         for number, (look, xs, ys) in enumerate(drawn):
             is_zero = (ys == 0) & is_log
             _line(axes, f"line-{number}", look, *_thinned(xs[~is_zero], ys[~is_zero]))
@@ -119,34 +120,33 @@ def lines(
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel=x, ylabel=y)
 
-    return _drawn(name, paint)
+    return _draw(name, paint)
 
 
-def points(name: str, curves: Sequence[Curve], trends: Sequence[Curve], *, x: str, y: str) -> Drawing:
+def points(name: str, curves: Sequence[Curve], trends: Sequence[Sequence[Point]], *, x: str, y: str) -> Drawing:
     """Points over sizes on a log scale, with a thin line for each trend."""
 
     def paint(axes: Any) -> None:
-        sizes = sorted({size for curve in curves for size in curve.xs})
+        sizes = sorted({size for curve in curves for size, _ in curve.points})
         axes.set_xscale("log", base=2)
         for trend in trends:
-            order = np.argsort(np.asarray(trend.xs), kind="stable")
-            xs, ys = np.asarray(trend.xs, dtype=float)[order], np.asarray(trend.ys, dtype=float)[order]
-            axes.plot(xs, ys, color=_INK, alpha=0.35, linewidth=0.8, zorder=1)
+            axes.plot(*np.array(sorted(trend)).T, color=_INK, alpha=0.35, linewidth=0.8, zorder=1)
         for number, curve in enumerate(curves):
             colour = _COLOURS[curve.look.colour]
             axes.plot(
-                curve.xs, curve.ys, linestyle="none", marker=MARKERS[curve.look.marker], markersize=7, color=colour,
-                markerfacecolor="none" if curve.look.is_hollow else colour, markeredgewidth=1.6, zorder=3,
-                clip_on=False, gid=f"point-{number}",
+                *np.array(curve.points).T, linestyle="none", marker=MARKERS[curve.look.marker], markersize=7,
+                color=colour, markerfacecolor="none" if curve.look.is_hollow else colour, markeredgewidth=1.6,
+                zorder=3, clip_on=False, gid=f"point-{number}",
             )  # fmt: skip
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xticks(_spaced(sizes))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
         axes.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if min(min(curve.ys) for curve in curves) < 0 else 0.0)
+        lowest = min(value for curve in curves for _, value in curve.points)
+        axes.set_ylim(bottom=axes.get_ylim()[0] if lowest < 0 else 0.0)
         axes.set(xlabel=x, ylabel=y)
 
-    return _drawn(name, paint)
+    return _draw(name, paint)
 
 
 def _line(axes: Any, gid: str, look: Look, xs: np.ndarray, ys: np.ndarray) -> None:
@@ -194,7 +194,7 @@ def _thinned(xs: np.ndarray, ys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return xs[kept], ys[kept]
 
 
-def _drawn(name: str, paint: Callable[[Any], None]) -> Drawing:
+def _draw(name: str, paint: Callable[[Any], None]) -> Drawing:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # the user's matplotlibrc must not change the report
         matplotlib.rcParams.update(_STYLE)
@@ -202,10 +202,10 @@ def _drawn(name: str, paint: Callable[[Any], None]) -> Drawing:
         paint(figure.subplots())
         file = StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
-    return _embedded(name, file.getvalue())
+    return _embed(name, file.getvalue())
 
 
-def _embedded(name: str, svg: str) -> Drawing:
+def _embed(name: str, svg: str) -> Drawing:
     """The SVG without the parts that belong to a separate file, with the colours of the page."""
     opening = re.search(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', svg)
     if opening is None:

@@ -9,7 +9,7 @@ from typing import Any
 from ...core.verify.result import Verification
 from ..summary import FullBatch, Summary
 from .run import Run
-from .text import Number, count, difference, duration, exact, number, rate, size, times
+from .text import count, difference, duration, exact, number, rate, size
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class _Cell:
     value: str = ""
     run: str = ""
     note: str = ""
+    kind: str = "key"  # or "error", where the key is the name of a parameter
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class _Verdict:
     run: str
     found: Verification
     sentence: str
-    errors: list[_Cell]
+    errors: list[_Row]
 
 
 @dataclass(frozen=True)
 class _Measure:
-    """A figure that accumulated and full-batch training both have."""
+    """A figure of a training: where summary.json has it, what it is called, and how it is written."""
 
     key: str
     """Its place in summary.json: the name of a field, or "scores." and the name of a score."""
@@ -67,16 +68,16 @@ class _Measure:
 
     def cell(self, run: str, result: Summary | FullBatch) -> _Cell:
         prefix = "full_batch." if isinstance(result, FullBatch) else ""
-        return _cell(run, prefix + self.key, self.value(result), self.write)
+        return _Cell(self.text(result), prefix + self.key, exact(self.value(result)), run)
 
 
 FACTS = (
-    ("batch_size", "Batch"),
-    ("micro_batch_size", "Micro-batch"),
-    ("num_micro_batches", "Micro-batches per step"),
-    ("num_steps", "Steps"),
-    ("num_epochs", "Epochs"),
-    ("num_samples", "Samples seen"),
+    _Measure("batch_size", "Batch", number),
+    _Measure("micro_batch_size", "Micro-batch", number),
+    _Measure("num_micro_batches", "Micro-batches per step", number),
+    _Measure("num_steps", "Steps", number),
+    _Measure("num_epochs", "Epochs", number),
+    _Measure("num_samples", "Samples seen", number),
 )
 _DISTANCES = (
     ("max_weight_difference", "Largest difference of a weight"),
@@ -98,19 +99,20 @@ def measures(summaries: Sequence[Summary]) -> list[_Measure]:
 
 def figures(names: Sequence[str], runs: Sequence[Run]) -> Table:
     """One run: accumulated beside the full batch. Several: one column for each."""
-    return _figures_of_one(names[0], runs[0]) if len(runs) == 1 else _figures_of_several(names, runs)
-
-
-def _figures_of_one(name: str, run: Run) -> Table:
+    if len(runs) > 1:
+        return _figures_of_several(names, runs)
+    name, run = names[0], runs[0]
     summary, full = run.summary, run.summary.full_batch
     if full is None or not full.is_finished:
-        rows = tuple(_Row(measure.label, (measure.cell(name, summary),)) for measure in measures([summary]))
-        return Table(("Accumulated",), rows)
-    rows = tuple(
+        return Table(
+            ("Accumulated",), tuple(_Row(each.label, (each.cell(name, summary),)) for each in measures([summary]))
+        )
+    rows = [
         _Row(each.label, (each.cell(name, summary), each.cell(name, full), _difference(name, each, summary, full)))
         for each in measures([summary])
-    )
-    return Table(("Accumulated", "Full batch", "Difference"), rows)
+    ]
+    rows += [_Row(label, (_Cell(""), _Cell(""), _distance(name, summary, key))) for key, label in _DISTANCES]
+    return Table(("Accumulated", "Full batch", "Difference"), tuple(rows))
 
 
 def _figures_of_several(names: Sequence[str], runs: Sequence[Run]) -> Table:
@@ -119,31 +121,20 @@ def _figures_of_several(names: Sequence[str], runs: Sequence[Run]) -> Table:
     rows = [_Row("What was trained")]
     for key in ("task", "framework", "device", "status"):
         rows.append(_Row(key.capitalize(), tuple(_Cell(getattr(summary, key)) for summary in summaries)))
-    for key, label in FACTS:
-        rows.append(_Row(label, tuple(_cell(name, key, getattr(found, key), number) for name, found in pairs)))
+    rows += [_Row(each.label, tuple(each.cell(*pair) for pair in pairs)) for each in FACTS]
     rows.append(_Row("Accumulated"))
     rows += [_Row(each.label, tuple(each.cell(*pair) for pair in pairs)) for each in measures(summaries)]
     if any(run.full_batch for run in runs):
         rows.append(_Row("Full batch"))
-        for each in measures(summaries):
-            rows.append(_Row(each.label, tuple(_full_batch_cell(name, each, found) for name, found in pairs)))
+        rows += [
+            _Row(each.label, tuple(_full_batch_cell(*pair, each) for pair in pairs)) for each in measures(summaries)
+        ]
         rows.append(_Row("Difference"))
         rows += [_Row(label, tuple(_distance(*pair, key) for pair in pairs)) for key, label in _DISTANCES]
     return Table(tuple(names), tuple(rows))
 
 
-def distances(names: Sequence[str], runs: Sequence[Run]) -> Table:
-    """How far one run ended from its full batch; for several runs `figures` has it."""
-    has_rows = len(runs) == 1 and runs[0].summary.comparison is not None
-    rows = [_Row(label, (_distance(names[0], runs[0].summary, key),)) for key, label in _DISTANCES if has_rows]
-    return Table(("Accumulated against full batch",), tuple(rows))
-
-
-def _cell(run: str, key: str, value: Number | None, write: Callable[[Any], str]) -> _Cell:
-    return _Cell(write(value), key, exact(value), run)
-
-
-def _full_batch_cell(run: str, measure: _Measure, summary: Summary) -> _Cell:
+def _full_batch_cell(run: str, summary: Summary, measure: _Measure) -> _Cell:
     if summary.full_batch is None:
         return _Cell("not trained")
     return measure.cell(run, summary.full_batch) if summary.full_batch.is_finished else _Cell("did not finish")
@@ -169,7 +160,7 @@ def _difference(run: str, measure: _Measure, summary: Summary, full: FullBatch) 
         return _Cell(text, f"difference.{measure.key}", exact(distance), run)
     if theirs <= 0:
         return _Cell("not comparable")
-    return _Cell(times(ours / theirs), f"ratio.{measure.key}", exact(ours / theirs), run)
+    return _Cell(f"{ours / theirs:.3g} times", f"ratio.{measure.key}", exact(ours / theirs), run)
 
 
 def verifications(names: Sequence[str], runs: Sequence[Run]) -> list[_Verdict]:
@@ -183,8 +174,11 @@ def verifications(names: Sequence[str], runs: Sequence[Run]) -> list[_Verdict]:
                 f"and {difference(found.tolerance)} is allowed."
             )
             errors = sorted(found.errors.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
-            cells = [_Cell(difference(error), parameter, exact(error), name) for parameter, error in errors]
-            verdicts.append(_Verdict(name, found, sentence, cells))
+            rows = [
+                _Row(parameter, (_Cell(difference(error), parameter, exact(error), name, kind="error"),))
+                for parameter, error in errors
+            ]
+            verdicts.append(_Verdict(name, found, sentence, rows))
     return verdicts
 
 
@@ -196,4 +190,4 @@ def configuration(names: Sequence[str], runs: Sequence[Run]) -> Table:
 
 
 def _option(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(value)

@@ -64,10 +64,6 @@ def size(num_bytes: Number | None) -> str:
     return f"{count:.0f} {name}" if count >= 100 or unit == 1 else f"{count:.3g} {name}"
 
 
-def times(ratio: float) -> str:
-    return f"{ratio:.3g} times"
-
-
 def count(num: int, noun: str) -> str:
     """'1 step', '48 steps', '2 micro-batches'."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
@@ -93,12 +89,10 @@ def headline(summary: Summary) -> str:
 def _verdict(summary: Summary) -> str:
     """How far the weights are from those of the full batch, or why that is not known."""
     full_batch, comparison = summary.full_batch, summary.comparison
-    if full_batch is None:
-        return "it was not compared with full-batch training"
-    if not full_batch.is_finished:
+    if full_batch is not None and not full_batch.is_finished:
         return f"full-batch training {full_batch.status}, so there is nothing to compare with"
     if comparison is None:
-        return "the weights were not compared with those of full-batch training"
+        return "it was not compared with full-batch training"
     distance = comparison.max_weight_difference
     if distance == 0:
         return "the weights are exactly those of full-batch training"
@@ -110,19 +104,15 @@ def _verdict(summary: Summary) -> str:
 def remarks(run: Run) -> list[str]:
     """What a reader should know before trusting the figures."""
     summary, full_batch = run.summary, run.summary.full_batch
-    found = []
-    if summary.status != "finished":
-        steps = count(summary.num_steps, "step")
-        found.append(f"The run was {summary.status} after {steps}: the figures are from that point.")
+    sentences = []
     if summary.loss is not None and not math.isfinite(summary.loss):
-        found.append(f"The loss of the last epoch is {number(summary.loss)}: the training did not converge.")
+        sentences.append(f"The loss of the last epoch is {number(summary.loss)}: the training did not converge.")
     num_skipped = sum(not record.is_applied for record in run.records)
     if num_skipped:
-        found.append(
+        sentences.append(
             f"{num_skipped:,} of {count(len(run.records), 'step')} left the weights alone, "
             "since the gradient was not finite or the batch had no weight."
         )
     if full_batch is not None and not full_batch.is_finished:
-        reason = (full_batch.reason or "no reason was recorded").strip().rstrip(".")
-        found.append(f"Full-batch training {full_batch.status}: {reason}.")
-    return found
+        sentences.append(f"Full-batch training {full_batch.status}: {full_batch.reason}.")
+    return sentences

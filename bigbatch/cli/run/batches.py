@@ -43,7 +43,7 @@ class Batches:
     def _draw(self) -> Iterator[Any]:
         batches = self.task.epoch(epoch=self._epoch, **self._options)
         while True:
-            with self.stream.flowing():
+            with self.stream.active():
                 try:
                     batch = next(batches)
                 except StopIteration:

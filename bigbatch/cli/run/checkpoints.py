@@ -13,9 +13,8 @@ from .folder import CHECKPOINTS, RunFolder
 
 @dataclass
 class Progress:
-    """How far a run has come."""
+    """How far a run has come, besides the position in its data."""
 
-    num_steps: int = 0
     num_epochs: int = 0
     num_samples: int = 0
     num_applied: int = 0
@@ -25,25 +24,23 @@ class Progress:
 class RunCheckpoints(Resumable):
     """Saves the engine, the progress and the history of a run, with the random numbers of every framework in use.
 
-    `done` is changed in place when a checkpoint is loaded. `is_read_only` is for ranks that leave the saving to rank 0.
+    `is_read_only` is for ranks that leave the saving to rank 0.
     """
 
-    def __init__(
-        self, folder: RunFolder, engine: Engine, config: Config, done: Progress, *, is_read_only: bool
-    ) -> None:
+    def __init__(self, folder: RunFolder, engine: Engine, config: Config, *, is_read_only: bool) -> None:
         path, every = folder.path / CHECKPOINTS, config.checkpoint_every
         super().__init__(path, every=every, to_array=engine.to_array, from_array=engine.from_array)
-        self._folder, self._engine, self._done = folder, engine, done
+        self._folder, self._engine, self.progress = folder, engine, Progress()
         self._store.is_read_only = is_read_only
         self.saved_history = b""
         """The history in the checkpoint that was loaded."""
 
     def restore(self) -> bool:
         """Loads the newest intact checkpoint; False if there is none."""
-        has_found = self._restore()
+        has_any = self._restore()
         if self._now is not None:
             self._set_random(self._now, None)
-        return has_found
+        return has_any
 
     def claim(self) -> None:
         """Keeps other processes from training in this folder until `close`; raises OrderError if one does."""
@@ -56,8 +53,12 @@ class RunCheckpoints(Resumable):
     def save_last(self, *, is_in_step: bool) -> None:
         """Saves unless the newest checkpoint is of this step."""
         self.wait()
-        if is_in_step or self._store.newest_step != self._done.num_steps:
+        if is_in_step or self._store.newest_step != self.num_batches:
             self.save(wait=True)
+
+    def count(self) -> None:
+        """Counts the batch in hand as done."""
+        self._count()
 
     @property
     def has_any(self) -> bool:
@@ -67,21 +68,21 @@ class RunCheckpoints(Resumable):
     # --- what Resumable asks for -----------------------------------------------------------------------------
 
     def _state(self) -> tuple[Any, Mapping[str, bytes]]:
-        return {"engine": self._engine.state(), "run": dict(vars(self._done))}, {HISTORY: self._folder.history()}
+        return {"engine": self._engine.state(), "run": dict(vars(self.progress))}, {HISTORY: self._folder.history()}
 
     def _load(self, state: Any, files: Mapping[str, bytes]) -> None:
-        done, history = {name: state["run"][name] for name in vars(self._done)}, files[HISTORY]
+        progress, history = {name: state["run"][name] for name in vars(self.progress)}, files[HISTORY]
         self._engine.load(state["engine"])
-        vars(self._done).update(done)
+        vars(self.progress).update(progress)
         self.saved_history = history
 
     def _progress(self) -> Any:
-        return self._done.num_steps
+        return self.num_batches
 
     def _random(self, data: Any) -> dict[str, Any]:
         return {**randomness.state(), "batches": data.stream.state}
 
-    def _set_random(self, found: dict[str, Any], data: Any) -> None:
-        randomness.restore(found)
+    def _set_random(self, saved: dict[str, Any], data: Any) -> None:
+        randomness.restore(saved)
         if data is not None:
-            data.stream.state = found["batches"]
+            data.stream.state = saved["batches"]

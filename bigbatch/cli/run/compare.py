@@ -49,8 +49,7 @@ def _verify(config: Config, screen: Screen) -> Verification | None:
         lines = done.stderr.strip().splitlines()
         screen.note(f"not verified: {lines[-1] if lines else f'the process ended with exit code {done.returncode}'}")
         return None
-    found: Verification = parse(Verification, json.loads(done.stdout.splitlines()[-1]))
-    return found
+    return parse(Verification, json.loads(done.stdout.splitlines()[-1]))
 
 
 def _task_of(config: Config) -> list[str]:

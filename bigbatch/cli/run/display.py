@@ -23,19 +23,13 @@ class Screen:
 
     def __init__(self, *, is_quiet: bool = False) -> None:
         self.console = Console(stderr=True, quiet=is_quiet, highlight=False)
-        self._progress: Progress | None = None
-        self._last_line = -math.inf
-        self._total: int | None = None
-        self._name = ""
 
     def start(self, name: str, total: int | None, completed: int = 0) -> None:
-        self._name, self._total = name, total
+        """Starts the bar of a training, or its lines where there is no terminal."""
         self._last_line = -math.inf
-        if not self.console.is_terminal or self.console.quiet:
-            return
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(), console=self.console,
+            TimeRemainingColumn(), console=self.console, disable=not self.console.is_terminal or self.console.quiet,
         )  # fmt: skip
         self._progress.start()
         self._bar = self._progress.add_task(name, total=total, completed=completed, figures="")
@@ -43,26 +37,24 @@ class Screen:
     def step(self, record: Record, num_samples: int, peak_bytes: int | None) -> None:
         """Shows a step, with the samples and the peak memory of the run so far."""
         num_steps, figures = record.step + 1, _figures(record, num_samples, peak_bytes)
-        if self._progress is not None:
-            self._progress.update(self._bar, completed=num_steps, figures=figures)
-        elif time.monotonic() - self._last_line >= _LINE_EVERY or num_steps == self._total:
+        self.steps_done(num_steps, figures)
+        name, total = self._progress.tasks[0].description, self._progress.tasks[0].total
+        is_due = time.monotonic() - self._last_line >= _LINE_EVERY or num_steps == total
+        if self._progress.disable and is_due:
             self._last_line = time.monotonic()
-            total = "" if self._total is None else f"/{self._total}"
-            self.console.print(f"{self._name}: step {num_steps}{total}  {figures}", soft_wrap=True)
+            of_total = "" if total is None else f"/{total}"
+            self.note(f"{name}: step {num_steps}{of_total}  {figures}")
 
-    def steps_done(self, num_steps: int) -> None:
-        """Shows how far a run in another process is."""
-        if self._progress is not None:
-            self._progress.update(self._bar, completed=num_steps)
+    def steps_done(self, num_steps: int, figures: str = "") -> None:
+        """Shows how far a run, maybe in another process, has come."""
+        self._progress.update(self._bar, completed=num_steps, figures=figures)
 
     def end(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        self._progress.stop()
 
     def leave(self) -> None:
         """Shows the cursor again, which the bar hides, before the process ends at once."""
-        if self._progress is not None:
+        if not self._progress.disable:
             os.write(sys.stderr.fileno(), b"\x1b[?25h\n")
 
     def note(self, text: str) -> None:

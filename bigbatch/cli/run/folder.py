@@ -11,14 +11,15 @@ import numpy as np
 from safetensors.numpy import load_file, save
 
 from ...core.checkpoint.files import write_whole
-from ...core.errors import OptionError, StateError
-from ...core.json_values import to_json
+from ...core.checkpoint.loop import HISTORY
+from ...core.errors import OptionError
+from ...core.json_values import json_line, to_json
 from ..config import Config
 from ..summary import Record, Summary
+from .tensorboard import EventFile
 
-CONFIG, HISTORY, TIMES, SUMMARY, REPORT = "config.toml", "history.jsonl", "times.jsonl", "summary.json", "report.html"
-FULL_BATCH, CHECKPOINTS = "full_batch", "checkpoints"
-_MODEL = "model.safetensors"
+CONFIG, TIMES, SUMMARY, REPORT = "config.toml", "times.jsonl", "summary.json", "report.html"
+FULL_BATCH, CHECKPOINTS, _MODEL = "full_batch", "checkpoints", "model.safetensors"
 
 
 class RunFolder:
@@ -27,6 +28,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._open: dict[str, TextIO] = {}
+        self._events: EventFile | None = None
 
     @classmethod
     def create(cls, path: Path, *, is_resumed: bool = False) -> "RunFolder":
@@ -52,40 +54,38 @@ class RunFolder:
         seconds = line.pop("seconds")
         self._add(HISTORY, line)
         self._add(TIMES, {"step": record.step, "seconds": seconds})
+        if self._events is not None:
+            self._events.add(record)
 
-    def _add(self, name: str, line: Mapping[str, Any]) -> None:
+    def _add(self, name: str, line: dict[str, Any]) -> None:
         if name not in self._open:
             self._open[name] = (self.path / name).open("a+", encoding="utf-8")
-        self._open[name].write(json.dumps(to_json(line), allow_nan=False) + "\n")
+        self._open[name].write(json_line(line))
         self._open[name].flush()
 
     def close(self) -> None:
         for file in self._open.values():
             file.close()
         self._open = {}
+        if self._events is not None:
+            self._events.close()
 
     def history(self) -> bytes:
-        """The history so far. The open file is read, if there is one: its name may lead to another file now."""
+        """The history so far: that of the open file, if there is one, whose name may lead to another file by now."""
         if HISTORY not in self._open:
             return (self.path / HISTORY).read_bytes()
         self._open[HISTORY].seek(0)  # writing still appends
         return self._open[HISTORY].read().encode()
 
-    def begin_with(self, history: bytes) -> None:
+    def begin_with(self, history: bytes, *, has_events: bool = False) -> None:
         """Writes the history of the checkpoint, and makes the file of times as long: lost times are null."""
+        self._events = EventFile(self.path) if has_events else None
         write_whole(self.path / HISTORY, history)
         path = self.path / TIMES
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last one is empty or cut off
         num_steps = history.count(b"\n")
-        lost = [json.dumps({"step": step, "seconds": None}).encode() for step in range(len(lines), num_steps)]
-        write_whole(path, b"".join(line + b"\n" for line in (*lines[:num_steps], *lost)))
-
-    def refuse_without_checkpoint(self) -> None:
-        """Raises StateError if the run ended; one that was killed before its first checkpoint can start again."""
-        if (self.path / SUMMARY).exists():
-            raise StateError(
-                f"{self.path} has a run that ended, but no checkpoint to continue from: start again without --resume"
-            )
+        lost = "".join(json_line({"step": step, "seconds": None}) for step in range(len(lines), num_steps))
+        write_whole(path, b"".join(line + b"\n" for line in lines[:num_steps]) + lost.encode())
 
     def clear(self) -> None:
         """Removes the files that would keep another run from starting here."""
@@ -97,8 +97,7 @@ class RunFolder:
         write_whole(self.path / _MODEL, save({name: np.ascontiguousarray(array) for name, array in weights.items()}))
 
     def weights(self) -> dict[str, np.ndarray]:
-        found: dict[str, np.ndarray] = load_file(self.path / _MODEL)
-        return found
+        return dict(load_file(self.path / _MODEL))
 
     def num_steps(self) -> int:
         """How many steps the history has so far."""
@@ -115,5 +114,5 @@ class ReadOnlyFolder(RunFolder):
     def add_step(self, record: Record) -> None:
         pass
 
-    def begin_with(self, history: bytes) -> None:
+    def begin_with(self, history: bytes, *, has_events: bool = False) -> None:
         pass

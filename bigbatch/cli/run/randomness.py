@@ -18,13 +18,13 @@ def state() -> dict[str, Any]:
     return {**of_host.state(), **of_frameworks}
 
 
-def restore(found: dict[str, Any]) -> None:
+def restore(saved: dict[str, Any]) -> None:
     """Restores what `state` returned; Python and NumPy last, because a framework may draw from them meanwhile."""
     for name, framework in _FRAMEWORKS.items():
-        if name in found:
+        if name in saved:
             importlib.import_module(name)
-            framework.restore(found[name])
-    of_host.restore(found)
+            framework.restore(saved[name])
+    of_host.restore(saved)
 
 
 def seed(number: int) -> None:
@@ -37,7 +37,7 @@ def seed(number: int) -> None:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def preserved() -> Iterator[None]:
     """Restores all global random generators afterwards."""
     before = state()
     try:
@@ -50,14 +50,14 @@ class Stream:
     """A seeded sequence of random numbers that does not depend on what is drawn outside of it."""
 
     def __init__(self, number: int) -> None:
-        with kept():
+        with preserved():
             seed(number)
             self.state = state()
 
     @contextmanager
-    def flowing(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Draws inside come from this stream."""
-        with kept():
+        with preserved():
             restore(self.state)
             try:
                 yield
@@ -74,10 +74,10 @@ class _Torch:
         of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return [each.numpy() for each in (torch.get_rng_state(), *of_devices)]
 
-    def restore(self, found: list[Any]) -> None:
+    def restore(self, saved: list[Any]) -> None:
         import torch
 
-        of_host, *of_devices = (torch.from_numpy(np.array(each)) for each in found)
+        of_host, *of_devices = (torch.from_numpy(np.array(each)) for each in saved)
         torch.set_rng_state(of_host)
         for number, of_device in enumerate(of_devices[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(of_device, number)
@@ -104,14 +104,14 @@ class _TensorFlow:
         seeds, generator = self._generators()
         return [seeds and seeds.getstate(), None if generator is None else generator.state.numpy()]
 
-    def restore(self, found: list[Any]) -> None:
+    def restore(self, saved: list[Any]) -> None:
         import tensorflow as tf
 
         seeds, _ = self._generators()
-        if found[0] is not None and seeds is not None:
-            seeds.setstate(found[0])
-        if found[1] is not None:
-            tf.random.get_global_generator().state.assign(np.asarray(found[1]))
+        if saved[0] is not None and seeds is not None:
+            seeds.setstate(saved[0])
+        if saved[1] is not None:
+            tf.random.get_global_generator().state.assign(np.asarray(saved[1]))
 
     def seed(self, number: int) -> None:
         seeds, generator = self._generators()
@@ -130,11 +130,11 @@ class _Keras:
         generator = global_state.get_global_attribute("global_seed_generator")
         return None if generator is None else np.array(generator.state)
 
-    def restore(self, found: Any) -> None:
+    def restore(self, saved: Any) -> None:
         from keras.src.random.seed_generator import global_seed_generator
 
-        if found is not None:
-            global_seed_generator().state.assign(np.asarray(found))
+        if saved is not None:
+            global_seed_generator().state.assign(np.asarray(saved))
 
     def seed(self, number: int) -> None:
         if self.state() is not None:

@@ -1,23 +1,19 @@
-"""The processes that torchrun starts to train one model together. `Ranks` is for a run of one process."""
+"""The processes that torchrun launches to train one model together."""
 
 import os
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...core.errors import OptionError, RankError
 from ..task import Task
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
 
 @dataclass(frozen=True)
-class Ranks:
-    """A run of one process. `engines/torch_ranks.py` overrides the methods for several."""
+class Launch:
+    """How the run was launched: as one process. `engines/torch_ranks.py` overrides the methods for several."""
 
     num: int = 1
     rank: int = 0
@@ -28,15 +24,15 @@ class Ranks:
         """Whether this process writes the run folder and shows the run."""
         return self.rank == 0
 
-    def join(self, device: "torch.device") -> "torch.device":
+    def join(self, device: Any) -> Any:
         """Connects to the other ranks; returns the device of this one."""
         return device
 
-    def together(self, model: "nn.Module") -> "nn.Module":
-        """The model as all ranks train it."""
+    def wrap(self, model: Any) -> Any:
+        """Wraps the model, so that all ranks train it together."""
         return model
 
-    def share(self, batch: Any) -> Any:
+    def own_part(self, batch: Any) -> Any:
         """This rank's part of a batch; None if there is none."""
         return batch
 
@@ -48,7 +44,7 @@ class Ranks:
         """Whether any rank wants it; raises BatchError if `of_all` is not the same on all ranks."""
         return is_wanted
 
-    def check_place(self, num_steps: int) -> None:
+    def check_position(self, num_steps: int) -> None:
         """Raises StateError unless all ranks found the same checkpoint."""
 
     def end(self) -> None:
@@ -76,31 +72,25 @@ class Ranks:
             os._exit(code)
 
 
-def here() -> Ranks:
-    """What torchrun says about this process."""
+def here() -> Launch:
+    """How torchrun launched this process, by its environment variables."""
     num, rank, local_rank = (os.environ.get(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
-    return Ranks() if num in (None, "1") or rank is None else Ranks(int(num), int(rank), int(local_rank or rank))
+    return Launch() if num in (None, "1") or rank is None else Launch(int(num), int(rank), int(local_rank or rank))
 
 
-def ranks_of(task: Task) -> Ranks:
-    """The processes that train the task."""
-    found = here()
-    if found.num == 1:
-        return found
+def launch_of(task: Task) -> Launch:
+    """How the task is trained: by this process, or by several that torchrun launched."""
+    launch = here()
+    if launch.num == 1:
+        return launch
     if task.framework != "torch":
         raise OptionError(
-            f"torchrun started {found.num} processes but {task.name} is a task for {task.framework}: "
+            f"torchrun started {launch.num} processes but {task.name} is a task for {task.framework}: "
             "start it without torchrun, which is for PyTorch tasks"
         )
-    from ..engines.torch_ranks import TorchRanks
+    from ..engines.torch_ranks import TorchLaunch
 
-    return TorchRanks(**asdict(found))
-
-
-def refuse_several(command: str) -> None:
-    """Raises OptionError if torchrun started several processes."""
-    if (num := here().num) > 1:
-        raise OptionError(f"torchrun started {num} processes but bigbatch {command} needs one: run it without torchrun")
+    return TorchLaunch(**asdict(launch))
 
 
 def environment_of_one() -> dict[str, str]:

@@ -2,16 +2,13 @@
 
 import os
 import signal
-import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from ..errors import BY_SIGNAL
 
-_SIGNALS = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
-]  # Windows has only the first two
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Interruption:
@@ -38,8 +35,7 @@ class Interruption:
         return BY_SIGNAL + (signal.SIGTERM if self._asked is None else self._asked)
 
     def __enter__(self) -> "Interruption":
-        if threading.current_thread() is threading.main_thread():  # Python allows no other
-            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -1,12 +1,12 @@
 """`bigbatch train`: the steps, the files they leave, and the comparison with the full batch."""
 
-import dataclasses
 import sys
 import time
 from pathlib import Path
 
 from ... import __version__
-from ...core.errors import BatchError, Interrupted
+from ...core.checkpoint.loop import HISTORY
+from ...core.errors import BatchError, Interrupted, StateError
 from ...core.history import History
 from ...core.window import rank_slices
 from ..config import Config
@@ -17,32 +17,30 @@ from ..summary import Record, Summary
 from ..task import Task
 from . import randomness
 from .batches import Batches
-from .checkpoints import Progress, RunCheckpoints
+from .checkpoints import RunCheckpoints
 from .compare import with_full_batch
 from .display import Screen
-from .folder import HISTORY, REPORT, ReadOnlyFolder, RunFolder
-from .ranks import Ranks
+from .folder import REPORT, SUMMARY, ReadOnlyFolder, RunFolder
+from .ranks import Launch
 from .signals import Interruption
-from .tensorboard import EventFile
 
 
 class _Training:
     """A run, from its first step or from its newest checkpoint."""
 
-    def __init__(self, task: Task, config: Config, folder: RunFolder, screen: Screen, ranks: Ranks) -> None:
+    def __init__(self, task: Task, config: Config, folder: RunFolder, screen: Screen, ranks: Launch) -> None:
         self.task, self.config, self.folder, self.screen, self.ranks = task, config, folder, screen, ranks
-        self.done = Progress()
         self.engine: Engine = make_engine(task, config, ranks)
         self.num_wanted = self._num_wanted()
         self.batches = Batches(task, config)
         self.peak_bytes: int | None = None
-        self.checkpoints = RunCheckpoints(folder, self.engine, config, self.done, is_read_only=not ranks.is_first)
+        self.checkpoints = RunCheckpoints(folder, self.engine, config, is_read_only=not ranks.is_first)
 
     def _num_wanted(self) -> int | None:
         """How many steps the run will have; None if that is not known."""
         if self.config.steps is not None:
             return self.config.steps
-        with randomness.kept():
+        with randomness.preserved():
             each = self.task.num_batches(self.config.batch_size, self.config.seed)
         if each is None and self.config.schedule != "constant":
             raise BatchError(
@@ -54,61 +52,62 @@ class _Training:
     def resume(self) -> None:
         """Loads the newest checkpoint. A run that was killed before its first checkpoint starts again."""
         if not self.checkpoints.restore():
-            self.folder.refuse_without_checkpoint()
+            if (self.folder.path / SUMMARY).exists():
+                raise StateError(
+                    f"{self.folder.path} has a run that ended, but no checkpoint to continue from: "
+                    "start again without --resume"
+                )
             self.screen.note(f"{self.folder.path} has no checkpoint yet: starting with the first step")
-        self.ranks.check_place(self.done.num_steps)
+        self.ranks.check_position(self.checkpoints.num_batches)
 
     # --- the steps -------------------------------------------------------------------------------------------
 
     def run(self) -> int:
         """Trains to the end. Returns 0, or the exit code of a run that ended early."""
         self.checkpoints.claim()
-        self.folder.begin_with(self.checkpoints.saved_history)
-        events = EventFile(self.folder.path) if self.config.tensorboard else None
-        self.screen.start(self.task.name, self.num_wanted, self.done.num_steps)
+        self.folder.begin_with(self.checkpoints.saved_history, has_events=self.config.tensorboard)
+        self.screen.start(self.task.name, self.num_wanted, self.checkpoints.num_batches)
         is_in_step = False
         try:
             with Interruption(self.engine.interrupt, self.screen.leave) as interruption:
                 try:
-                    self._train(interruption, events)
+                    self._train(interruption)
                 except Interrupted:
                     interruption.is_agreed = is_in_step = True
                 self.checkpoints.save_last(is_in_step=is_in_step)
                 interruption.is_agreed |= self.ranks.agree(interruption.is_asked)
         except Exception:
-            if self.ranks.is_first and not self.done.num_steps and not self.checkpoints.has_any:
+            if self.ranks.is_first and not self.checkpoints.num_batches and not self.checkpoints.has_any:
                 self.folder.clear()  # there is nothing to resume, and the same --out may be passed again
             raise
         finally:
             self.screen.end()
             self.folder.close()
             self.checkpoints.wait()
-            if events is not None:
-                events.close()
         if interruption.is_agreed:
             return interruption.code
         return STOPPED if self.engine.is_stopped else 0
 
-    def _train(self, interruption: Interruption, events: EventFile | None) -> None:
+    def _train(self, interruption: Interruption) -> None:
         steps, epochs = self.config.steps, self.config.epochs or 1
-        if self.done.num_epochs >= epochs if steps is None else self.done.num_steps >= steps:
+        if self.checkpoints.progress.num_epochs >= epochs if steps is None else self.checkpoints.num_batches >= steps:
             return
-        began = time.perf_counter() - self.done.seconds
+        began = time.perf_counter() - self.checkpoints.progress.seconds
         for batch, is_last in self.checkpoints.batches(self.batches, epochs if steps is None else sys.maxsize):
-            self._step(batch, is_last, began, events)
+            self._step(batch, is_last, began)
             interruption.is_agreed |= self.ranks.agree(interruption.is_asked, batch, is_last)
-            if interruption.is_agreed or self.engine.is_stopped or self.done.num_steps == steps:
+            if interruption.is_agreed or self.engine.is_stopped or self.checkpoints.num_batches == steps:
                 break
 
-    def _step(self, batch: object, is_last: bool, began: float, events: EventFile | None) -> None:
-        done = self.done
+    def _step(self, batch: object, is_last: bool, began: float) -> None:
+        done = self.checkpoints.progress
         lr = self.config.lr_at(done.num_applied, self.num_wanted)
         self.engine.set_lr(lr)
         num_samples = self.engine.num_samples(batch)
         step = self.engine.step(batch).as_dict()
         seconds = time.perf_counter() - began
         record = Record(
-            step=done.num_steps, epoch=done.num_epochs, ends_epoch=is_last, **step,
+            step=self.checkpoints.num_batches, epoch=done.num_epochs, ends_epoch=is_last, **step,
             lr=lr, num_samples=num_samples, seconds=round(seconds, 4),
         )  # fmt: skip
         done.num_applied += record.is_applied
@@ -117,9 +116,7 @@ class _Training:
         done.seconds = seconds
         self.peak_bytes = self.engine.peak_bytes()
         self.folder.add_step(record)
-        done.num_steps += 1  # from here on the batch counts as done
-        if events is not None:
-            events.add(record)
+        self.checkpoints.count()  # from here on the batch counts as done
         self.screen.step(record, done.num_samples, self.peak_bytes)
 
     # --- what it leaves --------------------------------------------------------------------------------------
@@ -138,7 +135,7 @@ class _Training:
 
     def _summary(self, code: int) -> Summary:
         losses = History.load(self.folder.path / HISTORY).losses
-        done, size = self.done, self.config.micro_batch_size
+        done, size = self.checkpoints.progress, self.config.micro_batch_size
         parts = rank_slices(self.config.batch_size, self.ranks.num)
         return Summary(
             version=__version__,
@@ -150,7 +147,7 @@ class _Training:
             micro_batch_size=size,
             num_micro_batches=sum(-(-(part.stop - part.start) // size) for part in parts),
             num_ranks=self.ranks.num,
-            num_steps=done.num_steps,
+            num_steps=self.checkpoints.num_batches,
             num_epochs=done.num_epochs,
             num_samples=done.num_samples,
             loss=losses[-1] if losses else None,
@@ -165,13 +162,10 @@ class _Training:
 
 
 def train(
-    task: Task, config: Config, out: Path, screen: Screen, ranks: Ranks, *, is_resumed: bool = False
+    task: Task, config: Config, out: Path, screen: Screen, ranks: Launch, *, is_resumed: bool = False
 ) -> tuple[Summary | None, int]:
-    """Runs the whole job. Returns the summary, or None on ranks that only help with the steps; and the exit code."""
-    if ranks.is_first:
-        folder = RunFolder.create(out, is_resumed=is_resumed)
-    else:
-        folder, config = ReadOnlyFolder(out), dataclasses.replace(config, tensorboard=False)
+    """Trains, compares and reports. Returns the summary, which only rank 0 has, and the exit code."""
+    folder = RunFolder.create(out, is_resumed=is_resumed) if ranks.is_first else ReadOnlyFolder(out)
     if not is_resumed:
         folder.write_config(config)
     training = _Training(task, config, folder, screen, ranks)

@@ -1,7 +1,7 @@
 """Handwritten digits with a small convolutional net that has BatchNorm, so accumulation is not exact.
 
-BatchNorm normalises by what it is fed: the micro-batch, not the batch. That can train as well (98% to 99% of the
-held-out digits), but it is another training than that of the full batch.
+BatchNorm normalises by the statistics of the micro-batch, not of the batch. The net learns as well (98% to 99% of the
+held-out digits), but not what it would learn with the full batch.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def model(seed: int = 0) -> Params:
 
 
 def logits(params: Params, x: Any, known: Statistics | None = None) -> tuple[jax.Array, Statistics]:
-    """Normalised by the statistics that are known, else by those of `x`, which it returns."""
+    """Normalises by the statistics in `known`, else by those of `x`. Also returns the statistics it used."""
     found: Statistics = []
     hidden = x[..., None]
     for name, stride, padding in (("conv1", 1, "SAME"), ("conv2", 1, "SAME"), ("conv3", 2, "VALID")):
@@ -48,7 +48,7 @@ def loss(params: Params, batch: Batch) -> jax.Array:
 
 
 def evaluate(params: Params) -> dict[str, float]:
-    """By the statistics of all training data, so that a score does not depend on what is scored with it."""
+    """Uses the statistics of all training data, so that a score does not depend on how the samples are cut."""
     predict = jax.jit(logits)
     _, known = predict(params, data.digits().train.x)
     return {"accuracy": data.accuracy(lambda x: np.asarray(predict(params, x, known)[0]))}

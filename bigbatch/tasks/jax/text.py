@@ -1,7 +1,7 @@
 """The text of Python's help topics, byte by byte, with a small GPT.
 
-Texts differ in length, so micro-batches differ in what they count: `weight` says how many bytes each predicts.
-Reaches 2.2 bits per byte on held-out paragraphs after 6 epochs (8 without any knowledge).
+Texts differ in length, so micro-batches differ in weight: `weight` counts the bytes that each predicts.
+Reaches 2.2 bits per byte on held-out paragraphs after 6 epochs (guessing costs 8).
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ def logits(params: Params, x: Any) -> jax.Array:
 
 
 def attend(hidden: jax.Array, layer: Params) -> jax.Array:
-    """To the bytes before, and to itself; JAX's own attention is in float32, even where all else is in float64."""
+    """Each byte attends to itself and those before it. JAX's own attention would be in float32 even in float64."""
     heads = (hidden @ layer["attention"]).reshape(*hidden.shape[:2], 3, NUM_HEADS, SIZE // NUM_HEADS)
     query, key, value = jnp.moveaxis(heads, 2, 0)
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / (SIZE // NUM_HEADS) ** 0.5

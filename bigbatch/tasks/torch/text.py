@@ -1,7 +1,7 @@
 """The text of Python's help topics, byte by byte, with a small GPT.
 
-Texts differ in length, so micro-batches differ in what they count: `weight` says how many bytes each predicts.
-Reaches 2.1 bits per byte on held-out paragraphs after 6 epochs (8 without any knowledge).
+Texts differ in length, so micro-batches differ in weight: `weight` counts the bytes that each predicts.
+Reaches 2.1 bits per byte on held-out paragraphs after 6 epochs (guessing costs 8).
 """
 
 from typing import Any
