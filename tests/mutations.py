@@ -235,8 +235,8 @@ cli: the batches draw other random numbers after a resume | cli/run/checkpoints.
 - data.stream.state = saved["batches"]
 + pass
 cli: the schedule begins anew after a resume | cli/run/checkpoints.py | test-cli test-crash
-- vars(self._done).update(done)
-+ vars(self._done).update({**done, "num_applied": 0})
+- vars(self.progress).update(progress)
++ vars(self.progress).update({**progress, "num_applied": 0})
 cli: skipped steps of TensorFlow are forgotten by a resume | cli/engines/tensorflow.py | test-cli
 - return [variable for variable in self.accumulator.variables if id(variable) not in others]
 + return [v for v in self.accumulator.variables if id(v) not in others and v.name != "skipped:0"]

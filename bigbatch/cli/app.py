@@ -6,6 +6,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from datetime import datetime
 from functools import wraps
@@ -36,6 +37,7 @@ app = typer.Typer(
 def run() -> None:
     """Runs the command. Every failure becomes a sentence and an exit code."""
     warnings.showwarning = _show_warning  # type: ignore[assignment]
+    sys.stderr = _Lasting(sys.stderr)
     if here().num > 1:  # DDP would warn that all parameters are used; torch reads this when it is imported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
@@ -43,6 +45,25 @@ def run() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
         sys.exit(errors.CLOSED_PIPE)
+
+
+class _Lasting:
+    """A stream whose reader may go away, or whose disk may be full: the run then goes on and shows nothing."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
@@ -174,7 +195,8 @@ def train(
     folder = resume or out or Path("runs") / f"{loaded.name}-{datetime.now():%Y%m%d-%H%M%S}"
     ranks = launch_of(loaded)
     screen = Screen(is_quiet=quiet or as_json or not ranks.is_first)
-    summary, code = run_training(loaded, chosen, folder, screen, ranks, is_resumed=resume is not None)
+    with redirect_stdout(_Lasting(sys.stdout)):  # a task may print
+        summary, code = run_training(loaded, chosen, folder, screen, ranks, is_resumed=resume is not None)
     if summary is None:
         return None
     screen.summary(summary, folder)

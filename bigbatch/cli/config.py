@@ -45,7 +45,7 @@ def _flag(
     return field(default=default, metadata=metadata)
 
 
-def _one_of(*choices: str) -> _Check:
+def _one_of(*choices: str | bool) -> _Check:
     return lambda name, value: check_choice(name, value, choices)
 
 
@@ -58,11 +58,6 @@ def _above_zero(name: str, value: Any) -> None:
 def _whole(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
         raise OptionError(f"{name} must be a whole number, 0 or greater, not {value!r}")
-
-
-def _true_or_false(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise OptionError(f"{name} must be true or false, not {value!r}")
 
 
 def _interval(name: str, value: Any) -> None:
@@ -126,8 +121,8 @@ class Config:
     framework: str = _flag("torch", "torch, tensorflow, keras or jax, for built-in tasks.", _one_of(*FRAMEWORKS))
     seed: int = _flag(0, "The seed of weights, data and dropout.", _whole, kind=int)
     device: str | None = _flag(None, "cpu, cuda, cuda:1 …")
-    compare: bool = _flag(True, "Train with the full batch too, and compare.", _true_or_false, kind=bool)
-    tensorboard: bool = _flag(False, "Write TensorBoard event files too.", _true_or_false, kind=bool)
+    compare: bool = _flag(True, "Train with the full batch too, and compare.", _one_of(True, False), kind=bool)
+    tensorboard: bool = _flag(False, "Write TensorBoard event files too.", _one_of(True, False), kind=bool)
 
     def for_framework(self) -> dict[str, Any]:
         """The options to pass on to the framework, under its own names, without those at their default."""

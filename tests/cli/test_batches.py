@@ -11,7 +11,7 @@ from bigbatch.cli.config import Config
 from bigbatch.cli.engines.engine import Engine
 from bigbatch.cli.run import randomness
 from bigbatch.cli.run.batches import Batches
-from bigbatch.cli.run.checkpoints import Progress, RunCheckpoints
+from bigbatch.cli.run.checkpoints import RunCheckpoints
 from bigbatch.cli.run.folder import RunFolder
 from bigbatch.cli.task import Task
 
@@ -74,7 +74,7 @@ class Run:
         files = RunFolder(folder)
         files.begin_with(b"")
         self.data = Batches(Task("task", "task", "torch", lambda: None, batches, None), config)
-        self.checkpoints = RunCheckpoints(files, Idle(), config, Progress(), is_read_only=False)
+        self.checkpoints = RunCheckpoints(files, Idle(), config, is_read_only=False)
 
     def next(self, num, num_draws=1, *, is_saved=False, is_interrupted=False):
         """The next batches, with the model's draws after each; the last may be interrupted instead of trained."""

@@ -209,7 +209,7 @@ def test_steps_skipped_before_a_resume_count_in_tensorflow(tmp_path):
     done = run("train", task, "--resume", out, "--steps", 40)
     assert done.returncode == 2, done.stderr
     assert "32 steps were skipped" in " ".join(done.stderr.split())
-    assert "in step 1, where" in " ".join(done.stderr.split())
+    assert "at step 1, where" in " ".join(done.stderr.split())
     assert len((out / "history.jsonl").read_text().splitlines()) == 31
 
 

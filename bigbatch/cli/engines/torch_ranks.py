@@ -18,7 +18,7 @@ from ..run.ranks import Launch
 
 
 class TorchLaunch(Launch):
-    """Every rank draws the same batches and takes its part of each."""
+    """Several processes: each draws the same batches and takes its part of every batch."""
 
     def join(self, device: torch.device) -> torch.device:
         if device == torch.device("cuda"):
@@ -78,7 +78,7 @@ class TorchLaunch(Launch):
 
 
 class _TransparentDDP(DistributedDataParallel):
-    """DistributedDataParallel with the attributes of the model, because a loss may use more than its forward pass."""
+    """DistributedDataParallel with the attributes of the model, because a loss may use more than `model(x)`."""
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -52,7 +52,7 @@ class _Verdict:
 
 @dataclass(frozen=True)
 class _Measure:
-    """A figure that accumulated and full-batch training both have."""
+    """A figure of a training: where summary.json has it, what it is called, and how it is written."""
 
     key: str
     """Its place in summary.json: the name of a field, or "scores." and the name of a score."""

@@ -26,15 +26,13 @@ class Progress:
 class RunCheckpoints(Resumable):
     """Saves the engine, the progress and the history of a run, with the random numbers of every framework in use.
 
-    `done` is changed in place when a checkpoint is loaded. `is_read_only` is for ranks that leave the saving to rank 0.
+    `is_read_only` is for ranks that leave the saving to rank 0.
     """
 
-    def __init__(
-        self, folder: RunFolder, engine: Engine, config: Config, done: Progress, *, is_read_only: bool
-    ) -> None:
+    def __init__(self, folder: RunFolder, engine: Engine, config: Config, *, is_read_only: bool) -> None:
         path, every = folder.path / CHECKPOINTS, config.checkpoint_every
         super().__init__(path, every=every, to_array=engine.to_array, from_array=engine.from_array)
-        self._folder, self._engine, self._done = folder, engine, done
+        self._folder, self._engine, self.progress = folder, engine, Progress()
         self._store.is_read_only = is_read_only
         self._task = f"{Path(config.task).stem} for {config.framework}"
         self._lines: list[str] = []
@@ -42,11 +40,11 @@ class RunCheckpoints(Resumable):
 
     def restore(self) -> bool:
         """Loads the newest intact checkpoint; False if there is none."""
-        has_found = self._restore()
+        has_any = self._restore()
         self._first_line = self._store.num_lines
         if self._now is not None:
             self._set_random(self._now, None)
-        return has_found
+        return has_any
 
     def claim(self) -> None:
         """Keeps other processes from training in this folder until `close`; raises OrderError if one does."""
@@ -67,7 +65,7 @@ class RunCheckpoints(Resumable):
         self._lines.append(line)
 
     def count(self) -> None:
-        """The batch in hand is done."""
+        """Counts the batch in hand as done."""
         self._count()
 
     @property
@@ -78,7 +76,7 @@ class RunCheckpoints(Resumable):
     # --- what Resumable asks for -----------------------------------------------------------------------------
 
     def _state(self) -> tuple[Any, Mapping[str, bytes]]:
-        return {"task": self._task, "engine": self._engine.state(), "run": dict(vars(self._done))}, {}
+        return {"task": self._task, "engine": self._engine.state(), "run": dict(vars(self.progress))}, {}
 
     def _load(self, state: Any, files: Mapping[str, bytes]) -> None:
         if state["task"] != self._task:
@@ -86,9 +84,9 @@ class RunCheckpoints(Resumable):
                 f"the run is of the task {state['task']}, and not of {self._task}: continue it with the task that it "
                 "began with"
             )
-        done = {name: state["run"][name] for name in vars(self._done)}
+        progress = {name: state["run"][name] for name in vars(self.progress)}
         self._engine.load(state["engine"])
-        vars(self._done).update(done)
+        vars(self.progress).update(progress)
 
     def _lines_from(self, first: int) -> tuple[list[str], str]:
         del self._lines[: first - self._first_line]  # they are saved

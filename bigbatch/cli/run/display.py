@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -18,6 +19,11 @@ _LINE_EVERY = 5.0
 """Seconds between lines where there is no terminal."""
 
 
+def shown(text: str) -> str:
+    """Text of the user's with nothing in it that a terminal would obey, such as an escape sequence."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 class Screen:
     """Shows a run on stderr."""
 
@@ -26,24 +32,24 @@ class Screen:
 
     def start(self, name: str, total: int | None, completed: int = 0) -> None:
         """Starts the bar of a training, or its lines where there is no terminal."""
-        self._last_line = -math.inf
+        self._name, self._last_line = name, -math.inf
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(), console=self.console, disable=not self.console.is_terminal or self.console.quiet,
         )  # fmt: skip
         self._progress.start()
-        self._bar = self._progress.add_task(name, total=total, completed=completed, figures="")
+        self._bar = self._progress.add_task(escape(shown(name)), total=total, completed=completed, figures="")
 
     def step(self, record: Record, num_samples: int, peak_bytes: int | None) -> None:
         """Shows a step, with the samples and the peak memory of the run so far."""
         num_steps, figures = record.step + 1, _figures(record, num_samples, peak_bytes)
         self.steps_done(num_steps, figures)
-        name, total = self._progress.tasks[0].description, self._progress.tasks[0].total
+        total = self._progress.tasks[0].total
         is_due = time.monotonic() - self._last_line >= _LINE_EVERY or num_steps == total
         if self._progress.disable and is_due:
             self._last_line = time.monotonic()
             of_total = "" if total is None else f"/{total}"
-            self.note(f"{name}: step {num_steps}{of_total}  {figures}")
+            self.note(f"{self._name}: step {num_steps}{of_total}  {figures}")
 
     def steps_done(self, num_steps: int, figures: str = "") -> None:
         """Shows how far a run, maybe in another process, has come."""
@@ -58,7 +64,7 @@ class Screen:
             os.write(sys.stderr.fileno(), b"\x1b[?25h\n")
 
     def note(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True, markup=False)
+        self.console.print(shown(text), soft_wrap=True, markup=False)
 
     def summary(self, summary: Summary, folder: Path) -> None:
         """Shows the closing table, the comparison and the verification."""
@@ -67,12 +73,12 @@ class Screen:
         if full is not None and full.is_finished:
             columns["full batch"] = full
         ranks = f", {summary.num_ranks} ranks" if summary.num_ranks > 1 else ""
-        table = Table(title=f"{summary.task} on {summary.framework}{ranks}", title_justify="left")
+        table = Table(title=escape(shown(f"{summary.task} on {summary.framework}{ranks}")), title_justify="left")
         table.add_column("")
         for title in columns:
             table.add_column(title, justify="right")
         for measure in measures([summary]):
-            table.add_row(measure.label, *map(measure.text, columns.values()))
+            table.add_row(escape(shown(measure.label)), *map(measure.text, columns.values()))
         self.console.print(table)
         if (comparison := summary.comparison) is not None:
             largest = difference(comparison.max_weight_difference)

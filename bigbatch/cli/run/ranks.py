@@ -29,7 +29,7 @@ class Launch:
         return device
 
     def wrap(self, model: Any) -> Any:
-        """The model as all ranks train it."""
+        """Wraps the model, so that all ranks train it together."""
         return model
 
     def own_part(self, batch: Any) -> Any:

@@ -35,7 +35,8 @@ class Interruption:
         return BY_SIGNAL + (signal.SIGTERM if self._asked is None else self._asked)
 
     def __enter__(self) -> "Interruption":
-        self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        wanted = [number for number in _SIGNALS if number != signal.SIGHUP or not _is_under_nohup()]
+        self._before = {number: signal.signal(number, self._handle) for number in wanted}
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -51,3 +52,8 @@ class Interruption:
         if self.is_asked or not self.is_agreed:  # otherwise another rank got the signal, and this one still will
             for number, before in self._before.items():
                 signal.signal(number, before)
+
+
+def _is_under_nohup() -> bool:
+    """Whether the run is to go on when its terminal is closed."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -1,6 +1,7 @@
 """`bigbatch train`: the steps, the files they leave, and the comparison with the full batch."""
 
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,10 +17,10 @@ from ..summary import Record, Summary
 from ..task import Task
 from . import randomness
 from .batches import Batches
-from .checkpoints import Progress, RunCheckpoints
+from .checkpoints import RunCheckpoints
 from .compare import with_full_batch
 from .display import Screen
-from .folder import CONFIG, HISTORY, REPORT, SUMMARY, ReadOnlyFolder, RunFolder
+from .folder import CONFIG, HISTORY, MODEL, REPORT, SUMMARY, ReadOnlyFolder, RunFolder
 from .ranks import Launch
 from .signals import Interruption
 
@@ -29,14 +30,14 @@ class _Training:
 
     def __init__(self, task: Task, config: Config, folder: RunFolder, screen: Screen, ranks: Launch) -> None:
         self.task, self.config, self.folder, self.screen, self.ranks = task, config, folder, screen, ranks
-        self.done = Progress()
         self.engine: Engine = make_engine(task, config, ranks)
         self.num_wanted = self._num_wanted()
         self.batches = Batches(task, config)
         self.peak_bytes: int | None = None
+        self._not_saved: OSError | None = None
         self._config_before: str | None = None
         """The file of a run that goes on, as it was."""
-        self.checkpoints = RunCheckpoints(folder, self.engine, config, self.done, is_read_only=not ranks.is_first)
+        self.checkpoints = RunCheckpoints(folder, self.engine, config, is_read_only=not ranks.is_first)
 
     def _num_wanted(self) -> int | None:
         """How many steps the run will have; None if that is not known."""
@@ -85,7 +86,7 @@ class _Training:
                     self._train(interruption)
                 except Interrupted:
                     interruption.is_agreed = is_in_step = True
-                self.checkpoints.save_last(is_in_step=is_in_step)
+                self._save_last(is_in_step=is_in_step)
                 interruption.is_agreed |= self.ranks.agree(interruption.is_asked)
         except Exception:
             if self.checkpoints.num_batches == num_before:
@@ -102,11 +103,28 @@ class _Training:
             return interruption.code
         return STOPPED if self.engine.is_stopped else 0
 
+    def check_saved(self) -> None:
+        """Raises OSError, once all else is written, if the last checkpoint could not be."""
+        if (error := self._not_saved) is not None:
+            raise OSError(
+                error.errno,
+                f"{error.strerror or error}: the last checkpoint is missing, but {self.folder.path / MODEL} and the "
+                "rest of the run are written",
+                error.filename,
+            )
+
+    def _save_last(self, *, is_in_step: bool) -> None:
+        """Saves the last checkpoint. If that fails, the run still ends with its weights, summary and report."""
+        try:
+            self.checkpoints.save_last(is_in_step=is_in_step)
+        except OSError as error:
+            self._not_saved = error
+
     def _train(self, interruption: Interruption) -> None:
         steps, epochs = self.config.steps, self.config.epochs or 1
-        if self.done.num_epochs >= epochs if steps is None else self.checkpoints.num_batches >= steps:
+        if self.checkpoints.progress.num_epochs >= epochs if steps is None else self.checkpoints.num_batches >= steps:
             return
-        began = time.perf_counter() - self.done.seconds
+        began = time.perf_counter() - self.checkpoints.progress.seconds
         for batch, is_last in self.checkpoints.batches(self.batches, epochs if steps is None else sys.maxsize):
             self._step(batch, is_last, began)
             interruption.is_agreed |= self.ranks.agree(interruption.is_asked, batch, is_last)
@@ -114,7 +132,7 @@ class _Training:
                 break
 
     def _step(self, batch: object, is_last: bool, began: float) -> None:
-        done = self.done
+        done = self.checkpoints.progress
         lr = self.config.lr_at(done.num_applied, self.num_wanted)
         self.engine.set_lr(lr)
         num_samples = self.engine.num_samples(batch)
@@ -138,7 +156,7 @@ class _Training:
     def finish(self, code: int) -> Summary:
         """Writes the weights, the summary and the report, and compares with the full batch. Returns the summary."""
         config, folder = self.config, self.folder
-        folder.write_weights(self.engine.weights())  # before the task's own evaluate(), which may fail
+        self._write_weights()  # before the task's own evaluate(), which may fail
         summary = self._summary(code)
         folder.write_summary(summary)
         if config.compare and not code:
@@ -147,9 +165,20 @@ class _Training:
         write_report([folder.path], folder.path / REPORT)
         return summary
 
+    def _write_weights(self) -> None:
+        """Writes the weights into the run folder, or elsewhere if that cannot be written to."""
+        weights = self.engine.weights()
+        try:
+            self.folder.write_weights(weights)
+        except OSError as error:
+            other = RunFolder(Path(tempfile.mkdtemp(prefix="bigbatch-")))
+            other.write_weights(weights)
+            where = f"the weights are in {other.path / MODEL} instead"
+            raise OSError(error.errno, f"{error.strerror or error}: {where}", error.filename) from error
+
     def _summary(self, code: int) -> Summary:
         losses = History.load(self.folder.path / HISTORY).losses
-        done, size = self.done, self.config.micro_batch_size
+        done, size = self.checkpoints.progress, self.config.micro_batch_size
         parts = rank_slices(self.config.batch_size, self.ranks.num)
         return Summary(
             version=__version__,
@@ -189,4 +218,6 @@ def train(
         training.begin(is_resumed=is_resumed)
         code = training.run()
         ranks.end()
-        return (training.finish(code) if ranks.is_first else None), code
+        summary = training.finish(code) if ranks.is_first else None
+        training.check_saved()
+        return summary, code
