@@ -11,7 +11,6 @@ from ..core.options import Option, check_clip
 from ..core.step import Step
 from ..core.weight import Reduction, from_terms
 from . import gradients
-from .gradients import Gradient
 from .internals import is_for_xla
 from .layers import warn_of_batch_norms
 from .nonfinite import SkippedSteps
@@ -101,7 +100,7 @@ class Update(tf.Module):
             is_loss_checked: Whether the loss must be finite, too, if the policy says so.
         """
         skipped_steps, is_scaling = self._skipped_steps, self._optimizer.is_scaling
-        clipped, *clipping = self._strategy.run(self._clip, args=(summed.gradients, summed.total))
+        clipped, *clipping = self._strategy.run(self._clip, args=(summed,))
         norm, is_finite, has_weight = map(self._of_one_replica, clipping)
         losses, total, num_micro_batches = map(
             self._of_one_replica, (summed.losses, summed.total, summed.num_micro_batches)
@@ -143,8 +142,9 @@ class Update(tf.Module):
         """The options that are built into a graph. If one changes, the graph must be made again."""
         return self.clip_norm, self.clip_value, self._skipped_steps.policy.on_nonfinite
 
-    def _clip(self, grads: list[Gradient], total: tf.Tensor) -> tuple[Any, ...]:
+    def _clip(self, summed: Summed) -> tuple[Any, ...]:
         """On a replica: the clipped gradient, its norm before, whether that is finite, and if there is any weight."""
+        grads = summed.gradients
         if all(g is None for g in grads):
             raise LossError("the loss reached none of the model's trainable variables: compute it with the model")
         loss_scale = self._optimizer.scaled(tf.ones([], WEIGHT))
@@ -153,7 +153,9 @@ class Update(tf.Module):
             grads = gradients.clipped_by_norm(grads, norm, self.clip_norm)
         if self.clip_value is not None:
             grads = gradients.clipped_by_value(grads, self.clip_value, loss_scale)
-        has_weight = tf.reduce_any(total > 0) | (self._reduction == "sum")
+        has_weight = tf.reduce_any(summed.total > 0)
+        if self._reduction == "sum":
+            has_weight |= summed.num_micro_batches > 0
         return grads, norm, tf.math.is_finite(norm), has_weight
 
     def step(self, result: Result, micro_batch_size: int | None = None) -> Step:

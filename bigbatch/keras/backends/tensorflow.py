@@ -153,7 +153,8 @@ class BackendStep:
         layout, micro = Layout(batch), self.step.micro_batch_size
         size = num_samples(layout.tensors)
         is_for_xla = self.model.jit_compile and not self.model.run_eagerly
-        rest, num = 0, -(-size // micro)
+        # an empty replica runs one empty micro-batch if TensorFlow could not join no outputs
+        rest, num = 0, tf.maximum(-(-size // micro), int(any(None in o.shape[1:] for o in outputs)))
         if is_for_xla:
             micro = tf.minimum(micro, size)
             divisor = tf.maximum(micro, 1)
