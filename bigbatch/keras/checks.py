@@ -8,16 +8,6 @@ from ..core.batch import shared_size, warn_of_batch_norm
 from ..core.errors import OptionError
 
 
-def _sizes(batch: Any) -> list[tuple[str, int]]:
-    """The number of samples in each array, where it is known."""
-    return [
-        (name, leaf.shape[0])
-        for name, part in zip(("x", "y", "sample_weight"), batch, strict=True)
-        for leaf in keras.tree.flatten(part)
-        if leaf is not None and len(leaf.shape) and leaf.shape[0] is not None
-    ]
-
-
 def batch_size(batch: Any, *, may_be_empty: bool = False) -> int:
     """The number of samples; raises BatchError unless x, y and sample_weight have the same, and at least one.
 
@@ -25,7 +15,12 @@ def batch_size(batch: Any, *, may_be_empty: bool = False) -> int:
         batch: x, y and sample_weight.
         may_be_empty: Whether 0 samples, or sizes that a graph does not know yet, are allowed. Both return 0.
     """
-    sizes = _sizes(batch)
+    sizes = [
+        (name, leaf.shape[0])
+        for name, part in zip(("x", "y", "sample_weight"), batch, strict=True)
+        for leaf in keras.tree.flatten(part)
+        if leaf is not None and len(leaf.shape) and leaf.shape[0] is not None
+    ]
     if may_be_empty and not any(size for _, size in sizes):
         return 0
     return shared_size(sizes, batch)

@@ -184,11 +184,6 @@ class _Inference:
             choices.append(Kind(weight_from="sample_weight"))
         dtypes = [tensor.dtype for tensor in loss.tensors_of(whole.y_pred)] if is_opaque else [whole.loss.dtype]
         kind: Kind | None = self.first_that_fits(name, map(guess, choices), value, _rounding(*dtypes))
-        if kind is not None and kind.exponent == 1 and loss.is_one_number(whole):
-            self.messages.append(
-                f"{name} returns one number for all samples, which is taken to be their mean: return one number for "
-                "each sample, and Keras takes the mean"
-            )
         return kind
 
     def layer_exponents(self, cuts: list[_Forward]) -> tuple[int, ...]:

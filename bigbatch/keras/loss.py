@@ -205,11 +205,6 @@ def is_opaque(loss: Any) -> bool:
     return not isinstance(loss, keras.Loss) or type(loss).__call__ is not keras.Loss.__call__
 
 
-def is_one_number(term: Term) -> bool:
-    """Whether a loss returns one number for all samples, although the output has more than one axis."""
-    return not is_opaque(term.loss) and not _has_one_axis(term) and not len(_evaluated(term)[0].shape)
-
-
 def _check_one_number(term: Term) -> None:
     """Raises LossError if a loss that returns one number for all samples cannot be a mean over them."""
     problem = f"the loss {term.loss.name} returns one number for all samples"
@@ -219,15 +214,11 @@ def _check_one_number(term: Term) -> None:
             f"{problem}, which is not a mean, so it cannot be computed in micro-batches: pass an axis that leaves out "
             "the batch"
         )
-    if _has_one_axis(term):
+    if all(len(tensor.shape) == 1 for tensor in tensors_of(term.y_pred)):
         problem = f"the model's output has only one axis, over which the loss {term.loss.name} takes the mean"
         remedy = "give the model an output of shape (samples, 1)"
     if term.sample_weight is not None:
         raise LossError(f"{problem}, so sample_weight cannot weight them: {remedy}")
-
-
-def _has_one_axis(term: Term) -> bool:
-    return all(len(tensor.shape) == 1 for tensor in tensors_of(term.y_pred))
 
 
 def _evaluated(term: Term) -> tuple[Any, Any]:

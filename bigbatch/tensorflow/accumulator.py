@@ -378,7 +378,7 @@ class Accumulator(tf.Module):
             return tf.zeros([])
 
     def _end_micro_batch(self, num_wanted: tf.Tensor) -> None:
-        """Across replicas, after all of them added: makes the step if the window is full."""
+        """Across replicas, after all of them added: takes the step if the window is full."""
         self._window.sums.end(self._optimizer.num_steps())
         tf.cond(self._window.sums.count >= num_wanted, self._close, lambda: None)
 

@@ -146,7 +146,6 @@ DIVIDED = {
         for name in DIVIDED
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*one number for all samples")
 @pytest.mark.usefixtures("float64", "eagerly")
 def test_what_a_loss_is_divided_by_is_measured(name: str) -> None:
     """On 9 + 8 samples."""

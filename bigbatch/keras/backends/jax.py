@@ -81,7 +81,10 @@ class BackendStep:
 
         def on_one(state: _State, batch: Batch) -> tuple[Any, ...]:
             trainable, non_trainable, optimizer, metrics = state
-            seeds = [_own_seed(v, axis) if is_seed else v for v, is_seed in zip(non_trainable, are_seeds, strict=True)]
+            seeds = [  # different on every device, so that no dropout mask repeats
+                jax.random.fold_in(v, jax.lax.axis_index(axis)) if is_seed else v
+                for v, is_seed in zip(non_trainable, are_seeds, strict=True)
+            ]
             state = trainable, seeds, optimizer, metrics
             sums, after, *rest = self._accumulate(spec, state, batch, Cut(num, own), size, (axis,))
             of_each = zip(non_trainable, seeds, after, are_seeds, strict=True)
@@ -241,11 +244,6 @@ def _in_order(rows: Any) -> Any:
 
 def _has_rows(leaf: Any) -> bool:
     return leaf is not None and jnp.ndim(leaf) > 0
-
-
-def _own_seed(seed: Any, axis: str) -> Any:
-    """A different seed on every device, so that no dropout mask repeats."""
-    return jax.random.fold_in(seed, jax.lax.axis_index(axis))
 
 
 def _unmasked(tensor: Any) -> Any:
