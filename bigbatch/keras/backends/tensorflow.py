@@ -150,7 +150,7 @@ class BackendStep:
         layout, micro = Layout(batch), self.step.micro_batch_size
         size = num_samples(layout.tensors)
         is_for_xla = self.model.jit_compile and not self.model.run_eagerly
-        # an empty replica runs one empty micro-batch if TensorFlow could not join no outputs
+        # TensorFlow joins an empty list only if all other axes are known; else this runs an empty micro-batch
         rest, num = 0, tf.maximum(-(-size // micro), int(any(None in o.shape[1:] for o in outputs)))
         if is_for_xla:
             micro = tf.minimum(micro, size)

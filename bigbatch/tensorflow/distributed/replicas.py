@@ -1,6 +1,7 @@
 """The replicas of a strategy: what each has of a batch, and what they reduce."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import tensorflow as tf
@@ -48,7 +49,7 @@ def spread(strategy: tf.distribute.Strategy, batch: Any) -> Layout:
     """
     num_replicas = strategy.num_replicas_in_sync
     is_one = num_replicas == 1
-    is_spread = not is_one and any(map(_is_of_replicas, tf.nest.flatten(batch)))
+    is_spread = not is_one and any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(batch))
     layout, *layout.others = map(Layout, _parts(strategy, batch) if is_spread else [batch])
     size = sum(map(batch_size, (layout, *layout.others)))
     # if this worker has no sample, others may have some
@@ -62,30 +63,26 @@ def spread(strategy: tf.distribute.Strategy, batch: Any) -> Layout:
     return layout
 
 
-def _is_of_replicas(leaf: Any) -> bool:
-    return isinstance(leaf, tf.distribute.DistributedValues)
-
-
 def _parts(strategy: tf.distribute.Strategy, batch: Any) -> list[Any]:
     """Each replica's part of a batch, in this process. Values that are not distributed go to all replicas."""
 
-    def of_replica(leaf: Any, place: int) -> Any:
-        return strategy.experimental_local_results(leaf)[place] if _is_of_replicas(leaf) else leaf
+    def of_each(leaf: Any) -> Sequence[Any]:
+        is_distributed = isinstance(leaf, tf.distribute.DistributedValues)
+        return strategy.experimental_local_results(leaf) if is_distributed else [leaf] * num
 
     num = len(strategy.extended.worker_devices)
-    return [tf.nest.map_structure(lambda leaf, place=place: of_replica(leaf, place), batch) for place in range(num)]
+    return [tf.nest.pack_sequence_as(batch, part) for part in zip(*map(of_each, tf.nest.flatten(batch)), strict=True)]
 
 
 def _cut(strategy: tf.distribute.Strategy, tensor: Any, size: int) -> Any:
     num = len(strategy.extended.worker_devices)
-    each = -(-size // num)
-    starts = iter(min(place * each, size) for place in range(num))
+    ends = [min(-(-size // num) * place, size) for place in range(num + 1)]
+    return _distributed(strategy, [slice_rows(tensor, start, stop) for start, stop in pairwise(ends)])
 
-    def rows(_: Any) -> Any:
-        start = next(starts)
-        return slice_rows(tensor, start, min(start + each, size))
 
-    return strategy.experimental_distribute_values_from_function(rows)
+def _distributed(strategy: tf.distribute.Strategy, parts: list[Any]) -> Any:
+    each = iter(parts)
+    return strategy.experimental_distribute_values_from_function(lambda _: next(each))
 
 
 # --- weights and gradients -----------------------------------------------------------------------------------
@@ -97,9 +94,7 @@ def total(strategy: tf.distribute.Strategy, weights: Sequence[Any]) -> tf.Tensor
     own = [tf.add_n(each) for each in zip(*local, strict=True)]
     if strategy.num_replicas_in_sync == 1:
         return own[0]
-    each = iter(own)
-    values = strategy.experimental_distribute_values_from_function(lambda _: next(each))
-    return strategy.reduce(tf.distribute.ReduceOp.SUM, values, axis=None)
+    return strategy.reduce(tf.distribute.ReduceOp.SUM, _distributed(strategy, own), axis=None)
 
 
 def reduce(sums: Sequence[Gradient], others: list[tf.Tensor]) -> tuple[list[Gradient], list[tf.Tensor]]:
