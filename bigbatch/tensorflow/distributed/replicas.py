@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ...core.errors import BatchError
+from ...core.errors import BatchError, WeightError
 from ..batch import Layout, batch_size, slice_rows
 from ..gradients import Gradient, dense
 from ..weight import WEIGHT
@@ -91,6 +91,13 @@ def _distributed(strategy: tf.distribute.Strategy, parts: list[Any]) -> Any:
 def total(strategy: tf.distribute.Strategy, weights: Sequence[Any]) -> tf.Tensor:
     """The total weight of a window over all replicas, term by term. Each weight is a tensor per replica."""
     local = [strategy.experimental_local_results(weight) for weight in weights]
+    num_terms = local[0][0].shape[0]
+    for number, (first, *_) in enumerate(local, 1):
+        if first.shape[0] != num_terms:
+            raise WeightError(
+                f"micro-batch {number} has {first.shape[0]} weights, those before it in the window have {num_terms}: "
+                "give every micro-batch the same terms"
+            )
     own = [tf.add_n(each) for each in zip(*local, strict=True)]
     if strategy.num_replicas_in_sync == 1:
         return own[0]
