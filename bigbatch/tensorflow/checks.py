@@ -54,7 +54,8 @@ def check_loss(terms: Terms, num_weights: int) -> Terms:
 def _scalar(term: tf.Tensor) -> tf.Tensor:
     """A term whose shape is known only when the graph runs, such as the result of a tf.py_function."""
     with tf.control_dependencies([tf.debugging.Assert(tf.equal(tf.rank(term), 0), [_BAD_LOSS])]):
-        return tf.reshape(term, [])
+        term = tf.identity(term)  # so that the gradient of the reshape waits for the check, too
+    return tf.reshape(term, [])
 
 
 def as_loss(loss: Any) -> tf.Tensor:
