@@ -134,8 +134,8 @@ tensorflow: the tail of a batch is dropped | tensorflow/batch.py | test-tensorfl
 - return -(-num_samples(tensors) // micro_batch_size)
 + return num_samples(tensors) // micro_batch_size
 tensorflow: a fed window is divided by the number of micro-batches | tensorflow/window.py | test-tensorflow
-- rest = share(1.0, weight, where)
-+ rest = share(1.0, tf.cast(self.sums.count, weight.dtype), where)
+- factor = share(1.0, weight, where)
++ factor = share(1.0, tf.cast(self.sums.count, weight.dtype), where)
 tensorflow: gradients are not zeroed between windows | tensorflow/sums.py | test-tensorflow
 - for v in (*self.gradients, self.weight, self.losses):
 + for v in (self.weight, self.losses):
@@ -187,7 +187,7 @@ keras: the weight of a mask is ignored | keras/loss.py | test-keras-tensorflow t
 keras: a regularizer counts once for each micro-batch | keras/loss.py | test-keras-tensorflow test-keras-jax
 - core_weight.counted(ops.cast(ops.sum(loss), sample_share.dtype), share_of(sample_share, exponent), ops.where)
 + ops.cast(ops.sum(loss), sample_share.dtype)
-keras: a sum is taken for a mean | keras/measure.py | test-keras-tensorflow test-keras-torch
+keras: a sum is taken for a mean | keras/infer_reduction.py | test-keras-tensorflow test-keras-torch
 - if _distance(guess.whole, guess.cuts) <= rounding:
 + if len(tried) == 1:
 keras: the loss is tried outside of a stateless scope | keras/backends/step.py | test-keras-torch
@@ -251,7 +251,7 @@ ranks: another model in DDP reduces in every micro-batch | torch/distributed/oth
 tensorflow: a loss divides by the real number of replicas | tensorflow/distributed/one_replica.py | test-tensorflow
 -         return 1
 +         return real
-tensorflow: a sum divided by hand passes for a mean | tensorflow/distributed/is_mean.py | test-tensorflow
+tensorflow: a sum divided by hand passes for a mean | tensorflow/distributed/check_mean.py | test-tensorflow
 - if last == 3 * first > 0:
 + if last == 3 * first < 0:
 jax: an array that should be cut goes whole | jax/uncut.py | test-jax

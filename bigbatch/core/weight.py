@@ -60,12 +60,12 @@ def from_terms(terms: Terms) -> Any:
     return terms[0] if len(terms) == 1 else terms
 
 
-def choose(condition: bool, value: Any, other: Any) -> Any:
+def _choose(condition: bool, value: Any, other: Any) -> Any:
     """`where` for plain numbers."""
     return value if condition else other
 
 
-def share(weight: Any, total: Any, where: Where = choose) -> Any:
+def share(weight: Any, total: Any, where: Where = _choose) -> Any:
     """w / W, the one division by a total weight; 0 where W is 0, since a mean over nothing counts for nothing.
 
     Args:
@@ -78,22 +78,22 @@ def share(weight: Any, total: Any, where: Where = choose) -> Any:
     return where(is_empty, 0.0, weight / where(is_empty, 1.0, total))
 
 
-def shares(weight: Terms, total: Terms, reduction: Reduction = "mean", where: Where = choose) -> Terms:
+def shares(weight: Terms, total: Terms, reduction: Reduction = "mean", where: Where = _choose) -> Terms:
     """The factor for each term of a micro-batch's loss: w_k / W, or 1 with reduction "sum"."""
     if reduction == "sum":
         return tuple([1.0 for _ in weight])
     return tuple([share(w, t, where) for w, t in zip(weight, total, strict=True)])
 
 
-def counted(value: Any, share: Any, where: Where = choose) -> Any:
+def counted(value: Any, share: Any, where: Where = _choose) -> Any:
     """A loss or a gradient times its share; 0 where the share is 0, even if the value is NaN (a mean over nothing)."""
     is_empty = share == 0
     return _where_for(is_empty, where)(is_empty, 0.0, value * share)
 
 
 def _where_for(condition: Any, where: Where) -> Where:
-    """`choose` for plain numbers, even if the framework's own `where` is given."""
-    return choose if isinstance(condition, bool) else where
+    """`_choose` for plain numbers, even if the framework's own `where` is given."""
+    return _choose if isinstance(condition, bool) else where
 
 
 def totals(weights: Sequence[Terms]) -> Terms:
@@ -133,7 +133,7 @@ class Weights:
     """
 
     def __init__(
-        self, reduction: Reduction = "mean", reference: Terms = (), where: Where = choose, num_expected: int = 1
+        self, reduction: Reduction = "mean", reference: Terms = (), where: Where = _choose, num_expected: int = 1
     ) -> None:
         self.reduction = reduction
         self.reference = reference

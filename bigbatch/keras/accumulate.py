@@ -65,7 +65,7 @@ def accumulate(model: Model, micro_batch_size: int | None) -> Model:
 
 
 def _backend() -> Callable[[FitStep], Backend]:
-    """The part of the step for the backend of Keras, imported here so that no other framework is."""
+    """The part of the step for Keras's backend, imported here so that no other framework is imported."""
     name = keras.backend.backend()
     if name not in ("tensorflow", "jax", "torch"):
         raise OptionError(f"Keras runs on {name}, which cannot train: set KERAS_BACKEND to tensorflow, jax or torch")

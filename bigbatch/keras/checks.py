@@ -1,4 +1,4 @@
-"""What is known of a model and a batch before a step, and checks of both, made before anything changes."""
+"""Checks of a model and of a batch, made before anything changes."""
 
 from typing import Any
 
@@ -8,16 +8,6 @@ from ..core.batch import shared_size, warn_of_batch_norm
 from ..core.errors import OptionError
 
 
-def _sizes(batch: Any) -> list[tuple[str, int]]:
-    """The number of samples in each array of x, y and sample_weight, where it is known."""
-    return [
-        (name, leaf.shape[0])
-        for name, part in zip(("x", "y", "sample_weight"), batch, strict=True)
-        for leaf in keras.tree.flatten(part)
-        if leaf is not None and len(leaf.shape) and leaf.shape[0] is not None
-    ]
-
-
 def batch_size(batch: Any, *, may_be_empty: bool = False) -> int:
     """The number of samples; raises BatchError unless x, y and sample_weight have the same, and at least one.
 
@@ -25,7 +15,12 @@ def batch_size(batch: Any, *, may_be_empty: bool = False) -> int:
         batch: x, y and sample_weight.
         may_be_empty: Whether 0 samples, or sizes that a graph does not know yet, are allowed. Both return 0.
     """
-    sizes = _sizes(batch)
+    sizes = [
+        (name, leaf.shape[0])
+        for name, part in zip(("x", "y", "sample_weight"), batch, strict=True)
+        for leaf in keras.tree.flatten(part)
+        if leaf is not None and len(leaf.shape) and leaf.shape[0] is not None
+    ]
     if may_be_empty and not any(size for _, size in sizes):
         return 0
     return shared_size(sizes, batch)
@@ -40,13 +35,13 @@ def check_model(model: Any) -> None:
 
 
 def check_train_step(model: Any, *, is_ours: bool) -> None:
-    """Raises OptionError unless Keras's own `train_step` is called, or `is_ours`: bigbatch has replaced it."""
-    kind = type(model)
-    is_own = kind.train_step is not keras.Model.train_step or ("train_step" in vars(model) and not is_ours)
+    """Raises OptionError if the model has its own `train_step`, unless it `is_ours`."""
+    cls = type(model)
+    is_own = cls.train_step is not keras.Model.train_step or ("train_step" in vars(model) and not is_ours)
     name = "compute_loss_and_updates"  # the part of JAX's step that a class may replace
-    if is_own or getattr(kind, name, None) is not getattr(keras.Model, name, None):
+    if is_own or getattr(cls, name, None) is not getattr(keras.Model, name, None):
         raise OptionError(
-            f"{kind.__name__} has a train_step of its own, which accumulate() would replace: move your changes "
+            f"{cls.__name__} has a train_step of its own, which accumulate() would replace: move your changes "
             "to compute_loss() or compute_metrics(), or use the Accumulator of your backend in a loop"
         )
     if keras.backend.backend() == "jax" and getattr(keras.config, "is_nnx_enabled", lambda: False)():
@@ -59,7 +54,7 @@ def check_optimizer(optimizer: Any) -> None:
         if steps := getattr(each, "gradient_accumulation_steps", None):
             raise OptionError(
                 f"the optimizer has gradient_accumulation_steps={steps}, so it would accumulate whole batches "
-                "a second time: leave it out, and pass fit the batch_size that you want"
+                "a second time: leave it out, and pass the batch_size that you want to fit()"
             )
 
 
@@ -88,8 +83,7 @@ def check_replicas(num_replicas: int, has_own_loss: bool) -> None:
 
 
 def seeds_of(model: Any) -> list[Any]:
-    """The states of the random number generators in a model's layers."""
-    # Keras 3.15 has no public way to them
+    """The states of the random number generators in a model's layers. Keras 3.15 has no public way to them."""
     return [seed.state for layer in model._flatten_layers() for seed in layer._seed_generators]
 
 
@@ -106,5 +100,4 @@ def batch_norms(model: Any) -> list[str]:
 
 
 def warn_of_layers(model: Any) -> None:
-    """Warns if BatchNormalization sees micro-batches."""
     warn_of_batch_norm(batch_norms(model), "set layer.trainable = False", layer="BatchNormalization")

@@ -1,4 +1,4 @@
-"""The loss of a compiled model: its terms, and over how much each is a mean.
+"""The loss of a compiled model: its terms, and what each divides by.
 
 Keras adds up one loss for each output, times its loss weight, and whatever layers and regularizers add:
 
@@ -8,12 +8,12 @@ For the micro-batch k this becomes
 
     loss_k = sum_t factor_t * (w_tk / W_t) * loss_tk + (n_k / N) * sum of model.losses
 
-with n_k of the N samples, and with the weight w_tk that Keras divides loss_tk by: the number of samples, the number of
-unmasked values, or the sum of the sample weights (reduction "mean_with_sample_weight"). A loss with reduction "sum"
-is added as it is. The n_k / N add up to one, so what does not depend on the batch (a regularizer) counts once.
+where n_k of the N samples are in it, and w_tk is what Keras divides loss_tk by: the number of samples, the number of
+unmasked values, or the sum of the sample weights (reduction "mean_with_sample_weight"). A loss with reduction "sum" is
+added undivided. The n_k / N add up to one, so what does not depend on the batch (a regularizer) counts once.
 
 A loss that does its own reduction (a function, a `compute_loss`, `add_loss`) does not say what it divides by;
-measure.py finds out.
+infer_reduction.py finds out.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,18 +44,18 @@ class Term(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What a loss is over its samples: a mean, a sum, or a mean by weights."""
+    """What a loss is over its samples: a mean, a sum, or a weighted mean."""
 
     exponent: int = 1
-    """For N samples, the loss is their sum divided by N ** exponent: 0 for a sum, 1 for a mean, 2 for a mean that is
+    """The loss of N samples is their sum divided by N ** exponent: 0 for a sum, 1 for a mean, 2 for a mean that is
     divided by N again. See `share_of`."""
     weight_from: Literal["mask", "sample_weight"] | None = None
-    """What the loss divides by instead of N, if that is not the number of samples."""
+    """What the loss divides by instead of the number of samples."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """For losses that bigbatch cannot look into: whether each is a mean or a sum."""
+class Reductions:
+    """What infer_reduction.py found: whether losses that bigbatch cannot look into are means or sums."""
 
     kinds: Mapping[int, Kind] = field(default_factory=dict)
     """By the number of the term."""
@@ -69,29 +69,29 @@ class Measured:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """What the losses and the outputs are, for all batches of one structure."""
+    """The losses and the outputs of a model, for all batches of one structure."""
 
     kinds: tuple[Kind, ...]
-    """Of each term."""
+    """The kind of each term."""
     has_own_loss: bool
     """Whether the model has its own compute_loss."""
     needs_outputs: bool
-    """Whether something needs the outputs of the whole batch: metrics, mostly."""
+    """Whether something (metrics, mostly) needs the outputs of the whole batch."""
     is_vector: bool
     """Whether Keras's loss has a value for each sample (reduction "none")."""
     has_layer_losses: bool
     """Whether layers or regularizers add to the loss."""
     outputs: Any
     """The model's output, with a KerasTensor in place of each tensor and of its mask."""
-    measured: Measured = Measured()
+    reductions: Reductions = Reductions()
 
-    def with_measured(self, measured: Measured) -> "LossSpec":
-        kinds = tuple(measured.kinds.get(number, kind) for number, kind in enumerate(self.kinds))
-        return replace(self, kinds=kinds, measured=measured)
+    def with_reductions(self, reductions: Reductions) -> "LossSpec":
+        kinds = tuple(reductions.kinds.get(number, kind) for number, kind in enumerate(self.kinds))
+        return replace(self, kinds=kinds, reductions=reductions)
 
     @property
     def needs_model_for_weights(self) -> bool:
-        """Whether the model must run before the weight of each term is known: masks come out of it."""
+        """Whether the weight of each term is known only after the model has run, because masks come out of it."""
         return any(kind.weight_from for kind in self.kinds)
 
     def leaves(self, outputs: Any) -> list[Any]:
@@ -102,7 +102,7 @@ class LossSpec:
         return tensors + [mask for mask in map(get_keras_mask, tensors) if mask is not None]
 
     def rebuild(self, leaves: list[Any]) -> Any:
-        """The opposite of `leaves`: the model's outputs for the whole batch, with their masks."""
+        """The inverse of `leaves`, for the whole batch."""
         specs = tensors_of(self.outputs)
         masks = iter(leaves[len(specs) :])
         for tensor, spec in zip(leaves, specs, strict=False):
@@ -118,13 +118,13 @@ def tensors_of(outputs: Any) -> list[Any]:
 
 
 def map_tensors(function: Callable[[Any], Any], outputs: Any) -> Any:
-    """In the order of `tensors_of`: on torch, Keras 3.15 flattens a dict by its sorted keys, and maps it unsorted."""
+    """Maps them in the order of `tensors_of`. On torch, Keras 3.15 flattens a dict sorted, but maps it unsorted."""
     leaves = [None if leaf is None else function(leaf) for leaf in tree.flatten(outputs)]
     return tree.pack_sequence_as(outputs, leaves)
 
 
 def inspect(model: Any, batch: Batch, y_pred: Any, losses: list[Any]) -> LossSpec:
-    """The spec of a batch, from the model's output for a part of it, and model.losses. Uses shapes, no values."""
+    """The spec of a batch, from the model's output for a part of it and model.losses. Uses shapes, not values."""
 
     def spec(tensor: Any) -> Any:
         if not len(tensor.shape):
@@ -157,7 +157,7 @@ def has_own_loss(model: Any) -> bool:
 
 
 def terms(model: Any, batch: Batch, y_pred: Any) -> list[Term]:
-    """The losses that compile() was given, with their arguments: Keras calls a copy of its loss that records them."""
+    """The losses that compile() was given, with their arguments, which a copy of Keras's compiled loss records."""
     compiled = model._compile_loss
     if compiled is None:
         return []
@@ -177,11 +177,11 @@ def terms(model: Any, batch: Batch, y_pred: Any) -> list[Term]:
     _, y, sample_weight = batch
     twin(y, y_pred, sample_weight)
     is_single = not tree.is_nested(y) and not tree.is_nested(y_pred)
-    return found[:1] if is_single else found  # of several losses on one output Keras 3.15 counts the first
+    return found[:1] if is_single else found  # if one output has several losses, Keras 3.15 counts the first
 
 
 def kind_of(term: Term) -> Kind:
-    """How a loss counts, as far as it says so itself."""
+    """The kind of a loss, as far as the loss says so itself."""
     loss = term.loss
     if is_opaque(loss):
         return Kind()
@@ -205,11 +205,6 @@ def is_opaque(loss: Any) -> bool:
     return not isinstance(loss, keras.Loss) or type(loss).__call__ is not keras.Loss.__call__
 
 
-def is_one_number(term: Term) -> bool:
-    """Whether a loss returns one number for all samples, although the output has more than one axis."""
-    return not is_opaque(term.loss) and not _has_one_axis(term) and not len(_evaluated(term)[0].shape)
-
-
 def _check_one_number(term: Term) -> None:
     """Raises LossError if a loss that returns one number for all samples cannot be a mean over them."""
     problem = f"the loss {term.loss.name} returns one number for all samples"
@@ -219,19 +214,15 @@ def _check_one_number(term: Term) -> None:
             f"{problem}, which is not a mean, so it cannot be computed in micro-batches: pass an axis that leaves out "
             "the batch"
         )
-    if _has_one_axis(term):
+    if all(len(tensor.shape) == 1 for tensor in tensors_of(term.y_pred)):
         problem = f"the model's output has only one axis, over which the loss {term.loss.name} takes the mean"
         remedy = "give the model an output of shape (samples, 1)"
     if term.sample_weight is not None:
         raise LossError(f"{problem}, so sample_weight cannot weight them: {remedy}")
 
 
-def _has_one_axis(term: Term) -> bool:
-    return all(len(tensor.shape) == 1 for tensor in tensors_of(term.y_pred))
-
-
 def _evaluated(term: Term) -> tuple[Any, Any]:
-    """The loss of each sample, and the mask: that of the output and the one that the loss adds."""
+    """The loss of each sample, and the mask of the output combined with the one that the loss adds."""
 
     def convert(value: Any) -> Any:
         return ops.convert_to_tensor(value, dtype=term.loss.dtype)
@@ -250,15 +241,12 @@ def share(weight: Any, total: Any) -> Any:
 
 
 def share_of(sample_share: Any, exponent: int) -> Any:
-    """The factor of a micro-batch's loss that is a sum divided by (number of samples) ** exponent.
-
-    With the share n_k / N of the samples: 1 for a sum, n_k / N for a mean, (n_k / N)² for a mean divided by N again.
-    """
+    """The factor of a micro-batch's loss: 1 for a sum, n_k / N for a mean, (n_k / N)² for a mean divided by N again."""
     return sample_share**exponent
 
 
 def weigh(term: Term, kind: Kind, num: Any) -> Any:
-    """The weight of a micro-batch of `num` samples: what this loss is divided by."""
+    """The weight of a micro-batch of `num` samples: what this loss divides by."""
     if kind.weight_from is None:
         return ops.cast(num, "float32")
     dtype = wide(term.loss.dtype)
@@ -277,9 +265,9 @@ def weights(model: Any, spec: LossSpec, batch: Batch, y_pred: Any, num: Any, dty
 
 
 def value_of(term: Term, kind: Kind) -> Any:
-    """The loss of a micro-batch; the sum, if there is a value for each sample."""
+    """The loss of a micro-batch; their sum if there is a value for each sample."""
     weight = term.sample_weight
-    if kind.weight_from and is_opaque(term.loss):  # it divides by the sum of the weights, even if that is 0
+    if kind.weight_from and is_opaque(term.loss):  # it divides by the sum of the weights even if that is 0
         weight = ops.convert_to_tensor(weight)
         weight = ops.where(ops.sum(weight) == 0, ops.ones_like(weight), weight)
     return ops.sum(term.loss(term.y_true, term.y_pred, weight))
@@ -288,7 +276,7 @@ def value_of(term: Term, kind: Kind) -> Any:
 def micro_loss(
     model: Any, spec: LossSpec, batch: Batch, y_pred: Any, losses: Any, sample_share: Any, term_shares: Any
 ) -> tuple[Any, Any]:
-    """The loss of a micro-batch times its share, so that those of a window add up to the loss of the batch.
+    """The loss of a micro-batch times its share, and the part of it that comes from model.losses.
 
     Args:
         model: The compiled model.
@@ -297,12 +285,9 @@ def micro_loss(
         y_pred: The model's output for it.
         losses: model.losses after that call.
         sample_share: n_k / N.
-        term_shares: w_tk / W_t of each term; used for terms whose weight is not the number of samples.
-
-    Returns:
-        The loss, and the part of it that comes from model.losses.
+        term_shares: w_tk / W_t for each term whose weight is not the number of samples.
     """
-    exponents = spec.measured.layer_exponents
+    exponents = spec.reductions.layer_exponents
     exponents = exponents if len(exponents) == len(losses) else (1,) * len(losses)
     scaled = [
         core_weight.counted(ops.cast(ops.sum(loss), sample_share.dtype), share_of(sample_share, exponent), ops.where)
@@ -310,8 +295,8 @@ def micro_loss(
     ]
     layer_losses = sum(scaled, 0.0)
     if spec.has_own_loss:
-        own = share_of(sample_share, spec.measured.own_exponent)
-        # metrics that it updates must see the whole batch, so here they keep nothing
+        own = share_of(sample_share, spec.reductions.own_exponent)
+        # metrics that it updates must see the whole batch, so what it assigns here is dropped
         with losses_of(model, [loss / own for loss in scaled]), stateless():
             x, y, sample_weight = batch
             loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
@@ -325,13 +310,13 @@ def micro_loss(
 
 
 def stateless() -> Any:
-    """Inside, Keras keeps nothing that is assigned to its variables."""
+    """Inside, what is assigned to Keras's variables is dropped."""
     return nullcontext() if in_stateless_scope() else keras.StatelessScope()
 
 
 @contextmanager
 def losses_of(model: Any, losses: Any) -> Iterator[None]:
-    """Inside, model.losses are these; Keras's own step on JAX does the same."""
+    """Inside, these are model.losses. Keras's own step on JAX does the same."""
     if losses:
         model._losses_override = list(losses)
     try:
@@ -341,5 +326,5 @@ def losses_of(model: Any, losses: Any) -> Iterator[None]:
 
 
 def wide(dtype: Any) -> str:
-    """The dtype to add up in: float64 for float64, else float32."""
+    """The dtype of sums: float64 for float64, else float32."""
     return "float64" if keras.backend.standardize_dtype(dtype) == "float64" else "float32"

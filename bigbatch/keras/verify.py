@@ -1,4 +1,4 @@
-"""Full batch against accumulation, by the step that `fit` takes."""
+"""Compares accumulation with the full batch, in the step that `fit` takes."""
 
 import warnings
 from collections.abc import Iterator
@@ -52,12 +52,11 @@ def verify(
         micro_batch_size: The number of samples in a micro-batch, smaller than the batch.
         tolerance: The largest relative error that counts as exact. The default depends on the model's dtype: 1e-9
             in float64 (1e-6 on jax and torch, where Keras rounds some losses to float32), 1e-4 in float32, 2e-2 in
-            float16, 1e-1 in bfloat16. A float64 model (`keras.config.set_floatx("float64")`) gives the sharpest
-            answer.
+            float16, 1e-1 in bfloat16. A float64 model (`keras.config.set_floatx("float64")`) is the strictest test.
 
     Returns:
-        The error of each parameter, and the causes if it is not exact. It is true if it is exact, and prints as a
-        table.
+        The error of each parameter, and the causes if the gradient is not exact. It is true if the gradient is exact,
+        and prints as a table.
 
     Raises:
         OptionError: The model is not compiled or has several replicas, or the batch would not be cut.
@@ -123,8 +122,8 @@ class _Probe(keras.optimizers.Optimizer):
 
 
 def _gradient(model: Any, batch: Any, micro_batch_size: int | None) -> dict[str, np.ndarray]:
-    """The gradient by variable name; of the full batch if micro_batch_size is None."""
-    seeds = set(map(id, checks.seeds_of(model)))  # they are not restored, or two runs would draw the same
+    """The gradient by variable name; that of the full batch if micro_batch_size is None."""
+    seeds = set(map(id, checks.seeds_of(model)))  # not restored, or two runs would draw the same numbers
     with _unchanged([v for v in model.non_trainable_variables if id(v) not in seeds]):
         model.optimizer = _Probe()
         accumulate(model, micro_batch_size).train_on_batch(*batch)

@@ -1,4 +1,4 @@
-"""The accumulator: cut, accumulate, reduce, clip, apply, on one device or under any tf.distribute strategy."""
+"""The accumulator: cut, accumulate, reduce, clip, apply, on one device or under a tf.distribute strategy."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,8 +17,8 @@ from . import checks, gradients
 from .backward import Backward, Loss, Weight
 from .batch import Layout, any_size, batch_size, num_samples, slice_rows
 from .distributed import replicas
-from .distributed.is_mean import check_is_mean
-from .distributed.one_replica import Share, check_not_divided, one_replica
+from .distributed.check_mean import check_mean
+from .distributed.one_replica import LossContext, check_not_divided, one_replica
 from .gradients import Gradient
 from .graphs import Graphs
 from .loop import accumulate
@@ -33,8 +33,8 @@ from .window import PartialWindow
 def _check_not_traced(accumulator: "Accumulator", name: str) -> None:
     if accumulator._is_traced:
         raise OptionError(
-            f"{name} cannot be changed any more, since a tf.function of yours that calls add() or flush() "
-            "was made with it: set it before, or make a new Accumulator"
+            f"{name} can no longer be changed: your tf.function that calls add() or flush() was traced with it; "
+            "set it before, or make a new Accumulator"
         )
 
 
@@ -75,7 +75,7 @@ class Accumulator(tf.Module):
         loss: `loss(model, micro_batch)` returns the mean over the micro-batch, as a scalar tensor. It may return a
             tuple of terms, each a mean over a count of its own. Leave it out if you compute gradients yourself, for
             `add()`.
-        micro_batch_size: How many samples a micro-batch has, for `step(batch)`.
+        micro_batch_size: Samples per micro-batch, on each replica, for `step(batch)`.
         accumulation_steps: How many micro-batches a window has, for `add()`: a number, or a function of the step
             number.
         weight: `weight(micro_batch)` returns over how many the loss is a mean: samples if left out; tokens in a
@@ -89,8 +89,7 @@ class Accumulator(tf.Module):
         jit_compile: Whether XLA compiles the loop over the micro-batches.
 
     Attributes:
-        num_traces: How many graphs were made of batches. It stays the same while only batch sizes vary, and soon does
-            if other axes vary too.
+        num_traces: How many graphs were traced. A new batch size adds none; other axes add at most one each.
         strategy: The strategy that the model was made under.
     """
 
@@ -129,31 +128,23 @@ class Accumulator(tf.Module):
         resume = "set accumulator.is_stopped = False to continue"
         self._nonfinite = NonFinite(on_nonfinite, max_skipped, warns=False, resume=resume)
         self._skipped_steps = SkippedSteps(self._nonfinite, self.strategy)
-        self._update = Update(
-            model,
-            self._optimizer,
-            self.strategy,
-            reduction,
-            self._skipped_steps,
-            self._exclusive,
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-        )
-        self._window = PartialWindow(model, self._optimizer, self.strategy, reduction, accumulation_steps)
+        of_model = model, self._optimizer, self.strategy, reduction
+        self._update = Update(*of_model, self._skipped_steps, self._exclusive, clip_norm, clip_value)
+        self._window = PartialWindow(*of_model, accumulation_steps)
         self._graphs = Graphs()
         self._is_traced = False
-        """Whether a tf.function of the user's was traced with `add` or `flush` in it."""
+        """Whether the user has a tf.function that was traced with `add` or `flush` in it."""
         self._mean_loss: Loss | None = None
-        """The loss that is known to be a mean."""
+        """The loss that was last found to be a mean."""
         with self.strategy.scope():
             self._last_step = tf.Variable(tf.zeros([5], WEIGHT), trainable=False, name="last_step")
-            """Loss, total weight, norm, is_applied and num_micro_batches of the step that `add` or `flush` made."""
+            """Loss, total weight, norm, is_applied and num_micro_batches of the last step by `add` or `flush`."""
         if model.trainable_variables:
             self._prepare()
 
     @property
     def num_steps(self) -> tf.Variable:
-        """How many steps were made, applied or not."""
+        """How many steps were taken, applied or not."""
         return self._update.num_steps
 
     @property
@@ -169,11 +160,12 @@ class Accumulator(tf.Module):
 
     @tf.autograph.experimental.do_not_convert
     def step(self, batch: Any) -> Step:
-        """Makes one step of the optimizer on the whole batch.
+        """Takes one step of the optimizer on the whole batch.
 
         Args:
             batch: A nest of tensors, which is cut along its leading axis, or a `Window` of micro-batches. Under a
-                strategy it may be what a distributed dataset gives; plain tensors are spread over the replicas.
+                strategy it may come from a distributed dataset; plain tensors are spread over the replicas. A
+                micro-batch of a Window counts once in `num_micro_batches`, however many replicas share it.
         """
         self._check_before_step()
         with self._exclusive.hold("step()", range(self.strategy.num_replicas_in_sync)):
@@ -191,7 +183,8 @@ class Accumulator(tf.Module):
             check_lists(batch, batch_size(layout))
         self._prepare_for(layout)
         with checks.explained():
-            result = self._graph(("batch", self.micro_batch_size), self._whole_batch, layout)(*layout.tensors)
+            graph = self._graph(("batch", self.micro_batch_size), self._make_whole_batch_graph, layout)
+            result = graph(*layout.tensors)
         return result if self._optimizer.runs_in_graph else self._update(result)
 
     def _step_window(self, window: Window[Any]) -> Result:
@@ -201,26 +194,26 @@ class Accumulator(tf.Module):
         layouts = [replicas.spread(self.strategy, micro_batch) for micro_batch in window]
         self._prepare_for(layouts[0])
         with checks.explained():
-            weights = [self._graph("weigh", self._weigh, layout)(*layout.tensors) for layout in layouts]
+            weights = [self._graph("weigh", self._make_weigh_graph, layout)(*layout.tensors) for layout in layouts]
         total = replicas.total(self.strategy, weights)
         spec = tf.TensorSpec(total.shape, WEIGHT)
-        sums = self._window.sums_for(total.shape[0])
+        sums = self._window.prepare_sums(total.shape[0])
         try:
             with checks.explained():
                 for layout in layouts:
-                    self._graph("add", self._micro_batch, layout, spec, graphs=sums.graphs)(total, *layout.tensors)
+                    add = self._graph("add", self._make_micro_batch_graph, layout, spec, graphs=sums.graphs)
+                    add(total, *layout.tensors)
             if not self._optimizer.runs_in_graph:
                 return self._finish_window(total)
-            result: Result = self._finish_graph(spec)(total)
-            return result
+            return self._finish_graph(spec)(total)
         except BaseException:
             self._window.clear()
             raise
 
     def _finish_window(self, total: tf.Tensor | None = None) -> Result:
-        """The update with what the window adds up to; across replicas. The caller of `add` knows its losses."""
+        """Across replicas: the update. Losses are checked only if `step` computed them: `add` may get none."""
         try:
-            return self._update(self._window.summed(total), is_loss_checked=total is not None)
+            return self._update(self._window.batch_gradient(total), is_loss_checked=total is not None)
         finally:
             self._window.clear()
 
@@ -243,41 +236,30 @@ class Accumulator(tf.Module):
         *before: tf.TypeSpec,
         graphs: Graphs | None = None,
     ) -> Any:
-        """The graph for this kind of batch, of any size. It is traced once, unless something in the batch may change.
+        """The graph for batches of this structure. It is kept unless the batch holds objects that may change.
 
-        Args:
-            name: Distinguishes the graphs of this accumulator.
-            make: `make(backward)` returns the function to trace.
-            layout: The batch. Its tensors are the last arguments of the function.
-            before: The types of the arguments before them.
-            graphs: The cache for a graph that uses the variables of a window, which may be replaced.
+        `make(backward)` returns the function to trace. Its arguments have the types `before`, then those of the batch.
+        A graph that uses the variables of a window is in the cache `graphs`, because they may be replaced.
         """
 
         def compiled(specs: Sequence[tf.TypeSpec]) -> Any:
-            backward = Backward(
-                layout,
-                self.model,
-                self.loss,
-                self.weight,
-                self.reduction,
-                self._optimizer,
-                jit_compile=self.jit_compile,
-            )
+            options = self.loss, self.weight, self.reduction, self.jit_compile
+            backward = Backward(layout, self.model, self._optimizer, *options)
             return self._compiled(make(backward), [*before, *specs])
 
         cache = (graphs or self._graphs) if layout.can_keep_graph else Graphs()
-        made_of = self.loss, self.weight  # kept with the graph, so that nothing else gets their ids
-        key = self._key(name, layout.kind, before)
+        made_of = self.loss, self.weight  # kept alive, so that their ids are not reused
+        key = self._key(name, layout.structure, before)
         return cache.get(key, layout.shapes, lambda: map(any_size, layout.tensors), compiled, made_of)
 
     def _finish_graph(self, spec: tf.TensorSpec) -> Any:
-        """The graph that ends a window of `step`, as a function of the total weight."""
+        """The graph that ends a `Window`, as a function of the total weight."""
         sums = self._window.sums
         key = self._key(("finish", tuple(sums.present())), spec)
         return sums.graphs.get(key, (), lambda: [spec], lambda specs: self._compiled(self._finish_window, specs), ())
 
     def _key(self, name: Any, *types: Any) -> tuple[Any, ...]:
-        """Everything a graph depends on besides the values of its arguments. If it changes, a new graph is made."""
+        """Everything a graph depends on besides the values of its arguments. If it changes, a new graph is traced."""
         ids = tuple(map(id, (self.loss, self.weight, *self.model.trainable_variables)))
         return name, types, self._update.options(), ids, tf.config.functions_run_eagerly()
 
@@ -285,31 +267,31 @@ class Accumulator(tf.Module):
         checks.check_trainable(self.model, is_called=True)
         self._optimizer.check_knows(self.model)
         graph = tf.function(function, input_signature=specs, autograph=False)
-        is_in_python = tf.config.functions_run_eagerly()  # for debugging
-        return graph if is_in_python else graph.get_concrete_function()  # which is cheaper to call
+        # a concrete function is cheaper to call, but ignores run_functions_eagerly(True)
+        return graph if tf.config.functions_run_eagerly() else graph.get_concrete_function()
 
-    def _whole_batch(self, backward: Backward) -> Callable[..., Any]:
+    def _make_whole_batch_graph(self, backward: Backward) -> Callable[..., Any]:
         micro_batch_size: Any = self.micro_batch_size
 
         def whole_batch(*tensors: Any) -> Any:
             self.num_traces += 1
-            summed = self.strategy.run(lambda *own: accumulate(backward, own, micro_batch_size), args=tensors)
-            return self._update(summed) if self._optimizer.runs_in_graph else summed
+            gradient = self.strategy.run(lambda *own: accumulate(backward, own, micro_batch_size), args=tensors)
+            return self._update(gradient) if self._optimizer.runs_in_graph else gradient
 
         return whole_batch
 
-    def _weigh(self, backward: Backward) -> Callable[..., Any]:
+    def _make_weigh_graph(self, backward: Backward) -> Callable[..., Any]:
         return lambda *tensors: self.strategy.run(lambda *own: backward.weigh(own), args=tensors)
 
-    def _micro_batch(self, backward: Backward) -> Callable[..., Any]:
+    def _make_micro_batch_graph(self, backward: Backward) -> Callable[..., Any]:
         def on_replica(total: tf.Tensor, *tensors: Any) -> None:
             weight = backward.weigh(tensors)
             share = backward.shares(weight, total)
             # reduction="sum" gives the share 1 even to a replica that has no sample
             share = tf.where(num_samples(tensors) > 0, share, tf.zeros_like(share))
 
-            def add(run: Any, share: tf.Tensor) -> None:
-                losses, grads = run(tensors, share)
+            def add(backward: Any, share: tf.Tensor) -> None:
+                losses, grads = backward(tensors, share)
                 self._window.sums.add(grads, weight[0], losses)
 
             backward.run_or_skip(share, add, skip=lambda: None)
@@ -325,7 +307,7 @@ class Accumulator(tf.Module):
 
     @tf.autograph.experimental.do_not_convert
     def add(self, gradients: Sequence[Gradient], weight: Any = None, loss: Any = None) -> None:
-        """Adds the gradient of one micro-batch of your own loop; the last one of a window makes the step.
+        """Adds the gradient of one micro-batch of your own loop; the last one of a window takes the step.
 
             for x, y in dataset:
                 with tf.GradientTape() as tape:
@@ -362,9 +344,8 @@ class Accumulator(tf.Module):
         weight = self._skipped_steps.checked(as_weight(weight))
         share = tf.ones([], WEIGHT) if self.reduction == "sum" else weight  # see PartialWindow
         losses = tf.math.multiply_no_nan(checks.as_loss(loss), share)[None]
-        rows = checks.checked_rows(grads, replicas.trainable(self.model))
         # if one replica is refused, none adds anything
-        is_ready = context.merge_call(self._begin_micro_batch, args=(weight, num_wanted, losses, *rows))
+        is_ready = context.merge_call(self._begin_micro_batch, args=(weight, num_wanted, losses))
         with tf.control_dependencies([is_ready]):
             grads = gradients.weighted([gradients.widened(g) for g in grads], share)
             self._window.sums.add(grads, weight, losses)
@@ -385,8 +366,8 @@ class Accumulator(tf.Module):
         return context
 
     def _begin_micro_batch(self, _: Any, *checked: Any) -> tf.Tensor:
-        """Across replicas, before any of them adds: waits for the checks of all, in a graph too."""
-        self._window.sums_for(1)
+        """Across replicas, before any of them adds: waits for the checks of all replicas, also in a graph."""
+        self._window.prepare_sums(1)
         self._update.prepare()
         if tf.executing_eagerly():
             self._window.check_whole()
@@ -397,13 +378,13 @@ class Accumulator(tf.Module):
             return tf.zeros([])
 
     def _end_micro_batch(self, num_wanted: tf.Tensor) -> None:
-        """Across replicas, after all of them added: makes the step if the window is full."""
-        self._window.end_micro_batch()
+        """Across replicas, after all of them added: takes the step if the window is full."""
+        self._window.sums.end(self._optimizer.num_steps())
         tf.cond(self._window.sums.count >= num_wanted, self._close, lambda: None)
 
     @tf.autograph.experimental.do_not_convert
     def flush(self) -> Step | None:
-        """Makes the step of the window that is open, however short; None if none is.
+        """Takes the step of the open window, however short; None if none is open.
 
         In your own `tf.function` it always returns None: read `last_step`.
         """
@@ -424,22 +405,16 @@ class Accumulator(tf.Module):
             return self.last_step
 
     def _close(self) -> None:
-        """Makes the step of the window that `add` fed; across replicas."""
+        """Across replicas: takes the step of the window that `add` filled."""
         result = self._finish_window()
-        values = (
-            tf.reduce_sum(result.losses),
-            tf.reduce_sum(result.total),
-            result.norm,
-            result.is_applied,
-            result.num_micro_batches,
-        )
+        values = tf.reduce_sum(result.losses), tf.reduce_sum(result.total), *result[2:5]
         self._last_step.assign(tf.stack([tf.cast(value, WEIGHT) for value in values]))
         if tf.executing_eagerly():
             self._update.step(result)
 
     @property
     def last_step(self) -> Step | None:
-        """The step that `add` or `flush` made last; None before the first."""
+        """The last step that `add` or `flush` took; None before the first."""
         loss, total, norm, is_applied, num_micro_batches = self._last_step.numpy()
         if not num_micro_batches:
             return None
@@ -457,10 +432,10 @@ class Accumulator(tf.Module):
         `strategy.num_replicas_in_sync` then give the mean over this replica's micro-batch, which `add` expects. `step`
         computes its loss in this way.
         """
-        return one_replica(Share(1 if self.reduction == "sum" else None))
+        return one_replica(LossContext(1 if self.reduction == "sum" else None))
 
     def _hold(self, call: str) -> AbstractContextManager[None]:
-        """Keeps other calls away: on this replica, if a replica calls. When a graph runs, nobody sees who runs it."""
+        """Refuses concurrent calls, per replica where replicas call. A running graph cannot be tracked."""
         if not tf.executing_eagerly():
             return nullcontext()
         context = tf.distribute.get_replica_context()
@@ -474,10 +449,11 @@ class Accumulator(tf.Module):
 
     def _num_changes(self) -> int:
         """How often the variables were changed. Frozen ones have no lock, so a sum is compared and not a list."""
-        return sum(self._exclusive.num_changes()[1:])
+        _num_variables, *num_changes = self._exclusive.num_changes()
+        return sum(num_changes)
 
     def _check_graph(self, call: str) -> None:
-        """Refuses what cannot be done in a graph of the user's, where nothing can be raised."""
+        """Refuses options that need to raise or to run Python, which the user's own graph cannot."""
         if tf.executing_eagerly():
             return
         if not self._optimizer.runs_in_graph:
@@ -497,7 +473,7 @@ class Accumulator(tf.Module):
         if not self._update.is_ready and not self.model.trainable_variables:
 
             def on_replica(*own: Any) -> None:
-                with one_replica(Share(1)):
+                with one_replica(LossContext(1)):
                     self.loss(self.model, layout.pack([slice_rows(tensor, 0, 1) for tensor in own]))
 
             self.strategy.run(on_replica, args=layout.tensors)
@@ -505,7 +481,7 @@ class Accumulator(tf.Module):
         self._prepare()
         # on replicas, losses are divided by the size of the whole batch
         if self.strategy.num_replicas_in_sync > 1 and self.reduction == "mean" and self._mean_loss is not self.loss:
-            check_is_mean(self.model, self.loss, self.weight, self.strategy, layout)
+            check_mean(self.model, self.loss, self.weight, self.strategy, layout)
             self._mean_loss = self.loss
 
     def _prepare(self) -> None:
@@ -513,4 +489,4 @@ class Accumulator(tf.Module):
             return
         self._update.prepare()
         if self.micro_batch_size is None:  # a checkpoint in the middle of a window needs its variables
-            self._window.sums_for(1)
+            self._window.prepare_sums(1)

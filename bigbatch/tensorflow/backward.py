@@ -11,7 +11,7 @@ from . import gradients
 from .batch import Layout, any_size, num_samples
 from .checks import check_loss
 from .distributed import replicas
-from .distributed.one_replica import Share, one_replica
+from .distributed.one_replica import LossContext, one_replica
 from .gradients import Gradient
 from .internals import converted
 from .optimizer import Optimizer
@@ -31,37 +31,22 @@ class Backward:
         with tf.GradientTape() as tape:
             value = loss(model, micro_batch) * weight / total
         gradients = tape.gradient(value, model.trainable_variables)
-
-    Args:
-        layout: How the batch is nested.
-        model: What the loss is computed with.
-        loss: `loss(model, micro_batch)`.
-        weight: `weight(micro_batch)`; None to count samples.
-        reduction: "mean" or "sum".
-        optimizer: Scales the loss if it is one that does.
-        jit_compile: Whether XLA compiles the pass.
     """
 
     def __init__(
         self,
         layout: Layout,
         model: Any,
+        optimizer: Optimizer,
         loss: Loss,
         weight: Weight | None,
         reduction: Reduction,
-        optimizer: Optimizer,
-        *,
         jit_compile: bool,
     ) -> None:
-        self._layout = layout
-        self._model = model
-        self._loss = loss
-        self.weight = weight
-        self.reduction = reduction
-        self._optimizer = optimizer
-        self.jit_compile = jit_compile
+        self._layout, self._model, self._optimizer, self._loss = layout, model, optimizer, loss
+        self.weight, self.reduction, self.jit_compile = weight, reduction, jit_compile
         self.is_share_used = False
-        """Whether the loss asked for its share of the whole batch; known when it is traced."""
+        """Whether the loss reads its share of the whole batch. Valid only after `traced()`."""
         self._all_terms = tf.function(self._run, jit_compile=jit_compile or None, autograph=False)
         self._by_term = tf.function(self._run_by_term, jit_compile=jit_compile or None, autograph=False)
 
@@ -69,7 +54,7 @@ class Backward:
         return replicas.trainable(self._model)
 
     def traced(self, tensors: Sequence[Any], num_terms: int) -> Any:
-        """The function that the pass is traced to."""
+        """The traced pass, for a batch of any size."""
         return self._all_terms.get_concrete_function(list(map(any_size, tensors)), tf.TensorSpec([num_terms], WEIGHT))
 
     # --- weights -----------------------------------------------------------------------------------------
@@ -86,12 +71,12 @@ class Backward:
         return checked(tf.stack([summed for summed, _ in pairs]), tf.reduce_all([is_good for _, is_good in pairs]))
 
     def num_terms(self, tensors: Sequence[Any]) -> int:
-        """How many terms the weight has."""
+        """How many terms the weight has. The loop must know before it is traced."""
         weigh = tf.function(lambda tensors: self.weigh(tensors), autograph=False)
         return int(weigh.get_concrete_function(list(map(any_size, tensors))).structured_outputs.shape[0])
 
     def shares(self, weights: tf.Tensor, totals: tf.Tensor) -> tf.Tensor:
-        """What losses are multiplied by: w / W, or 1 with reduction "sum"."""
+        """The factors of the losses: w / W, or 1 with reduction "sum"."""
         return tf.ones_like(weights) if self.reduction == "sum" else share(weights, totals, where)
 
     # --- the pass ----------------------------------------------------------------------------------------
@@ -103,7 +88,8 @@ class Backward:
     def run_or_skip(self, share: tf.Tensor, run: Callable[[Any, tf.Tensor], Any], skip: Callable[[], Any]) -> Any:
         """Calls `run(backward, share)`, or `skip()` if the share is 0, since the mean over nothing may be 0/0.
 
-        If only one term of the loss has the share 0, `run` gets a backward pass that leaves out that term.
+        `run` calls `backward(tensors, share)`. If only some terms of the loss have the share 0, that pass leaves them
+        out.
         """
 
         def some() -> Any:
@@ -118,14 +104,14 @@ class Backward:
         """The share enters as the gradient that the tape starts from, which saves a multiplication and its gradient."""
         with tf.GradientTape() as tape:
             terms = self._forward(tensors, share)
-        # float16 and bfloat16 would round the share, so there the wide gradient is scaled instead of the loss
+        # float16 and bfloat16 would round the share, so for them the wide gradient is scaled instead of the loss
         is_late = len(terms) == 1 and terms[0].dtype != gradients.wide_dtype(terms[0].dtype)
         seeds = tf.unstack(self._optimizer.scaled(tf.ones_like(share) if is_late else share))
         grads = self._gradients(tape, terms, seeds)
         return _times_share(terms, share), gradients.scaled(grads, share[0]) if is_late else grads
 
     def _run_by_term(self, tensors: Sequence[Any], share: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
-        """The same with a gradient for each term, if one of them has the share 0 and may be 0/0."""
+        """The same with a gradient for each term, since a term whose share is 0 may be 0/0."""
         with tf.GradientTape(persistent=True) as tape:
             terms = self._forward(tensors, share)
         sums: list[Gradient] = [None] * len(self.variables())
@@ -137,10 +123,10 @@ class Backward:
 
     def _forward(self, tensors: Sequence[Any], share: tf.Tensor) -> Terms:
         """The losses of one micro-batch, as means over it."""
-        asked = Share(share[0] if share.shape[0] == 1 else None)
-        with one_replica(asked):
+        context = LossContext(share[0] if share.shape[0] == 1 else None)
+        with one_replica(context):
             terms = as_terms(converted(self._loss, self._model, self._layout.pack(tensors)))
-        self.is_share_used |= asked.is_used
+        self.is_share_used |= context.is_share_used
         return check_loss(terms, share.shape[0])
 
     def _gradients(self, tape: tf.GradientTape, terms: Terms, seeds: Sequence[tf.Tensor]) -> list[Gradient]:

@@ -1,4 +1,4 @@
-"""A batch is any nest of tensors: its size, its micro-batches, and which graph can take it."""
+"""A batch is any nest of tensors: its size, its micro-batches, and what a graph for it depends on."""
 
 import enum
 import types
@@ -33,9 +33,9 @@ class Layout:
         """The layouts of the parts on other replicas, if the batch came in parts."""
 
     @property
-    def kind(self) -> tuple[Any, ...]:
-        """Equal for batches that one graph can take, if it takes tensors of all their shapes."""
-        return _structure(self.batch), *map(_kind, self.leaves)
+    def structure(self) -> tuple[Any, ...]:
+        """Equal for batches that differ only in the shapes of their tensors."""
+        return _nesting(self.batch), *map(_leaf_type, self.leaves)
 
     @property
     def shapes(self) -> tuple[Any, ...]:
@@ -45,10 +45,7 @@ class Layout:
 
     @property
     def can_keep_graph(self) -> bool:
-        """Whether a graph may be kept for such batches.
-
-        Not if it holds an object that may have changed by the next call.
-        """
+        """Whether a graph may be kept: not if the batch holds an object that may have changed by the next call."""
         return all(is_tensor(leaf) or isinstance(leaf, _PLAIN + _NAMED) for leaf in self.leaves)
 
     def pack(self, tensors: Sequence[_Leaf]) -> Any:
@@ -59,19 +56,19 @@ class Layout:
         return tf.nest.pack_sequence_as(self.batch, leaves)
 
 
-def _structure(batch: Any) -> Any:
-    """How a batch is nested, to be compared."""
+def _nesting(batch: Any) -> Any:
+    """How a batch is nested, for comparison."""
     if isinstance(batch, tuple | list):
-        return type(batch), *map(_structure, batch)
+        return type(batch), *map(_nesting, batch)
     if isinstance(batch, dict):
-        return type(batch), *((name, _structure(part)) for name, part in batch.items())
+        return type(batch), *((name, _nesting(part)) for name, part in batch.items())
     if isinstance(batch, tf.Tensor) or not tf.nest.is_nested(batch):
         return None
     return repr(tf.nest.map_structure(lambda _: 0, batch))
 
 
-def _kind(leaf: Any) -> Any:
-    """What a leaf has in common with those of batches of any size and shape."""
+def _leaf_type(leaf: Any) -> Any:
+    """Everything about a leaf that a graph depends on, except its shape."""
     if isinstance(leaf, tf.Tensor):
         return leaf.dtype, leaf.shape.rank
     if isinstance(leaf, tf.RaggedTensor):
@@ -88,8 +85,8 @@ def _as_leaf(item: Any) -> Any:
         return tf.convert_to_tensor(item)
     except ValueError as error:  # an array of objects
         raise BatchError(
-            f"an array of the batch has {len(item)} entries of the dtype {item.dtype}, of which TensorFlow makes no "
-            "tensor: pass numbers or strings, or a list to have it go whole to every micro-batch"
+            f"an array of the batch has {len(item)} entries of the dtype {item.dtype}, which TensorFlow cannot convert "
+            "to a tensor: pass numbers or strings, or a list, which every micro-batch gets uncut"
         ) from error
 
 
@@ -110,7 +107,7 @@ def any_size(leaf: Any) -> tf.TypeSpec:
 
 
 def size(leaf: _Leaf) -> Any:
-    """The size of the leading axis: a number where it is known, else a tensor."""
+    """The size of the leading axis."""
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(out_type=tf.int32)
     if isinstance(leaf, tf.SparseTensor):
@@ -119,12 +116,12 @@ def size(leaf: _Leaf) -> Any:
 
 
 def num_samples(tensors: Sequence[_Leaf]) -> Any:
-    """The size of a batch in a graph."""
+    """The size of a batch, in a graph."""
     return next(size(t) for t in tensors if t.shape.rank != 0)
 
 
 def batch_size(layout: Layout) -> int:
-    """The size that all tensors of a batch share; may be 0."""
+    """The size that all tensors of a batch share, which may be 0."""
     leaves = ((k, layout.leaves[k]) for k in layout.places)
     sizes = [(f"tensor {k}", _known_size(leaf)) for k, leaf in leaves if leaf.shape.rank]
     if sizes and not any(num for _, num in sizes):
@@ -139,7 +136,7 @@ def _known_size(leaf: _Leaf) -> int:
 
 
 def num_micro_batches(tensors: Sequence[_Leaf], micro_batch_size: int) -> Any:
-    """Into how many micro-batches a batch is cut in a graph."""
+    """How many micro-batches a batch is cut into, in a graph."""
     return -(-num_samples(tensors) // micro_batch_size)
 
 
@@ -150,12 +147,11 @@ def take_micro_batch(leaf: _Leaf, number: tf.Tensor, micro_batch_size: int) -> _
     if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
         start = number * micro_batch_size
         return slice_rows(leaf, start, tf.minimum(start + micro_batch_size, size(leaf)))
-    start = number * tf.constant([micro_batch_size])  # leaf[start:stop] would pack the bounds in every pass
+    start = number * tf.constant([micro_batch_size])  # leaf[start:stop] would pack its bounds in every pass
     return tf.strided_slice(leaf, start, start + micro_batch_size, [1])
 
 
 def slice_rows(leaf: _Leaf, start: Any, stop: Any) -> _Leaf:
-    """Rows start to stop."""
     if leaf.shape.rank == 0:
         return leaf
     if isinstance(leaf, tf.SparseTensor):
@@ -166,7 +162,7 @@ def slice_rows(leaf: _Leaf, start: Any, stop: Any) -> _Leaf:
 
 
 def slice_rows_for_xla(tensor: tf.Tensor, start: tf.Tensor, num: tf.Tensor) -> tf.Tensor:
-    """This many rows from there on. XLA does not take -1 for all entries of an axis."""
+    """`num` rows from `start` on. XLA does not take -1 for all entries of an axis."""
     if tensor.shape.rank == 0:
         return tensor
     sizes = [tf.shape(tensor)[i] if n is None else n for i, n in enumerate(tensor.shape)]

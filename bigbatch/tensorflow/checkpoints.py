@@ -1,4 +1,4 @@
-"""Checkpoints of a training loop, from which it resumes as if it had never been stopped."""
+"""Checkpoints of a training loop, from which it resumes as if it had never stopped."""
 
 import os
 import tempfile
@@ -30,11 +30,11 @@ class Checkpoints(Resumable):
     and NumPy, the place in the data and the history. Reading a checkpoint runs no code.
 
     Args:
-        folder: Where the checkpoints are.
+        folder: Where to save the checkpoints.
         accumulator: Its model, optimizer and window are saved.
         every: How often to save: a number of batches, a time such as "10min", or None for never.
         keep: How many checkpoints to keep.
-        history: Is saved, too, and filled when a checkpoint is restored.
+        history: Is saved too, and filled when a checkpoint is restored.
         **more: Other objects that tf.train.Checkpoint can save, by name, such as a tf.random.Generator.
     """
 
@@ -58,7 +58,7 @@ class Checkpoints(Resumable):
     def restore(self) -> bool:
         """Restores the newest undamaged checkpoint; returns False if there is none. `batches` calls this.
 
-        A damaged checkpoint is named in a warning and not used. If a checkpoint does not fit, nothing is changed.
+        A warning names each damaged checkpoint that it skips. If a checkpoint does not fit, nothing changes.
         """
         return self._restore()
 
@@ -71,7 +71,7 @@ class Checkpoints(Resumable):
         with tempfile.TemporaryDirectory() as folder:
             try:
                 self._checkpoint.write(f"{folder}/{_PREFIX}")
-            except tf.errors.OpError as error:  # the disk of temporary files is full, or the like
+            except tf.errors.OpError as error:  # the disk of temporary files is full, say
                 text = f"TensorFlow could not write to {tempfile.gettempdir()}: {str(error.message).splitlines()[0]}"
                 raise OSError(text) from error
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
@@ -121,7 +121,7 @@ class Checkpoints(Resumable):
         return _Progress(self._accumulator)
 
     def _begin_epoch(self, data: Any) -> None:
-        """A dataset shuffles anew whenever it is iterated, so earlier epochs are begun again."""
+        """A dataset shuffles anew each time it is iterated, so earlier epochs are started again."""
         super()._begin_epoch(data)
         stream = stream_of(data)
         if isinstance(stream, tf.data.Dataset):
@@ -131,7 +131,7 @@ class Checkpoints(Resumable):
 
 
 class _Progress:
-    """How many steps, and micro-batches of an open window, are done: fetched from the device when compared."""
+    """How many steps, and micro-batches of the open window, are done. It reads the device only when compared."""
 
     def __init__(self, accumulator: Accumulator) -> None:
         sums = accumulator._window._sums
@@ -163,6 +163,6 @@ def _described(reader: Any) -> dict[str, tuple[Any, list[int]]]:
 
 
 def _seeds_of(model: Any) -> list[Any]:
-    """The states of random layers: Keras has them among the variables but not among the weights."""
+    """The seeds of random layers, which Keras lists as variables but not as weights."""
     weights = {id(v) for v in getattr(model, "weights", model.variables)}
     return [v for v in model.variables if id(v) not in weights]

@@ -10,11 +10,10 @@ import tensorflow as tf
 from ..core.errors import GradientError, LossError, OptionError, OrderError, WeightError
 from ..core.weight import Terms, check_terms, is_number
 from .gradients import wide_dtype
-from .weight import BAD_WEIGHT, WEIGHT, checked
+from .weight import BAD_WEIGHT, WEIGHT
 
 _BAD_LOSS = "the loss is not a scalar: return the mean, for example tf.reduce_mean(loss)"
 _REMEDY = "pass tape.gradient(loss, model.trainable_variables)"
-_BAD_ROWS = f"a sparse gradient has row numbers outside of its variable: {_REMEDY}"
 
 
 def check_model(model: Any) -> None:
@@ -40,7 +39,7 @@ def name_of(variable: Any) -> str:
 
 
 def check_loss(terms: Terms, num_weights: int) -> Terms:
-    """The terms, as scalars; raises LossError if one is not a scalar of floats, in a graph when it runs if need be."""
+    """The terms, as scalars; raises LossError unless each is a scalar tensor of floats."""
     check_terms(len(terms), num_weights)
     for term in terms:
         if not isinstance(term, tf.Tensor | tf.Variable) or not term.dtype.is_floating:
@@ -53,9 +52,9 @@ def check_loss(terms: Terms, num_weights: int) -> Terms:
 
 
 def _scalar(term: tf.Tensor) -> tf.Tensor:
-    """A term whose shape is known only when the graph is run."""
+    """A term whose shape is known only when the graph runs, such as the result of a tf.py_function."""
     with tf.control_dependencies([tf.debugging.Assert(tf.equal(tf.rank(term), 0), [_BAD_LOSS])]):
-        term = tf.identity(term)
+        term = tf.identity(term)  # so that the gradient of the reshape waits for the check, too
     return tf.reshape(term, [])
 
 
@@ -72,13 +71,13 @@ def as_loss(loss: Any) -> tf.Tensor:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turns an error of TensorFlow's from one of our graphs into the one that says what is wrong."""
+    """Replaces TensorFlow's errors from our graphs with clear ones."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        for message, kind in ((BAD_WEIGHT, WeightError), (_BAD_LOSS, LossError)):
+        for message, error_class in ((BAD_WEIGHT, WeightError), (_BAD_LOSS, LossError)):
             if message in error.message:
-                raise kind(message) from None
+                raise error_class(message) from None
         raise
     except RuntimeError as error:
         if "merge_call" in str(error):
@@ -100,29 +99,13 @@ def check_gradients(gradients: Any, variables: Sequence[Any]) -> None:
         if g is None:
             continue
         if not isinstance(g, tf.Tensor | tf.IndexedSlices) or wide_dtype(g.dtype) != wide_dtype(v.dtype):
-            kind = f"of {getattr(g.dtype, 'name', g.dtype)} " if hasattr(g, "dtype") else ""
+            dtype = f"of {getattr(g.dtype, 'name', g.dtype)} " if hasattr(g, "dtype") else ""
             wanted = tf.as_dtype(v.dtype).name
             raise GradientError(
-                f"gradient {k} is a {type(g).__name__} {kind}but its variable is of {wanted}: {_REMEDY}"
+                f"gradient {k} is a {type(g).__name__} {dtype}but its variable is of {wanted}: {_REMEDY}"
             )
         shape = g.shape
         if isinstance(g, tf.IndexedSlices) and g.values.shape.rank:
             shape = tf.TensorShape([shape[0] if shape.rank else None, *g.values.shape[1:]])
         if not shape.is_compatible_with(v.shape):
             raise GradientError(f"gradient {k} has the shape {shape} but its variable {v.shape}: {_REMEDY}")
-
-
-def checked_rows(gradients: Sequence[Any], variables: Sequence[Any]) -> list[tf.Tensor]:
-    """The rows of sparse gradients; raises GradientError if a variable lacks one, in a graph when they are computed."""
-    rows = []
-    for k, (g, v) in enumerate(zip(gradients, variables, strict=True)):
-        if not isinstance(g, tf.IndexedSlices):
-            continue
-        is_good = tf.reduce_all((g.indices >= 0) & (g.indices < v.shape[0]))
-        if tf.executing_eagerly() and not is_good:
-            first, last = g.indices.numpy().min(), g.indices.numpy().max()
-            raise GradientError(
-                f"gradient {k} has the rows {first} to {last} but its variable {v.shape[0]} rows: {_REMEDY}"
-            )
-        rows.append(checked(g.indices, is_good, _BAD_ROWS))
-    return rows

@@ -7,18 +7,13 @@ import tensorflow as tf
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 
-# A table with more rows than this keeps its gradient sparse: a dense sum would touch all rows for every micro-batch.
-# Entries of the same row are added up before they reach the optimizer, because Keras 3.15's Adam is wrong on
-# repeated rows.
-_MANY_ROWS = 10_000
-
 
 def wide_dtype(dtype: tf.DType) -> tf.DType:
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
 def widened(gradient: Gradient, shape: tf.TensorShape | None = None) -> Gradient:
-    """A gradient in the dtype of its sum, and in the variable's shape, which tf.py_function forgets."""
+    """A gradient in the dtype of its sum, and with the variable's shape, which tf.py_function forgets."""
     if shape is not None and isinstance(gradient, tf.Tensor):
         gradient.set_shape(shape)
     if gradient is None or gradient.dtype == wide_dtype(gradient.dtype):
@@ -30,12 +25,8 @@ def dense(gradient: Gradient) -> Gradient:
     return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def is_kept_sparse(gradient: Gradient, variable: tf.Variable) -> bool:
-    return isinstance(gradient, tf.IndexedSlices) and variable.shape[0] > _MANY_ROWS
-
-
 def without_repeats(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Adds up the entries of the same row."""
+    """Adds up the entries of the same row, because Keras 3.15's Adam is wrong on repeated rows."""
     rows, place = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, place, tf.shape(rows)[0])
     return tf.IndexedSlices(values, rows, slices.dense_shape)
@@ -99,7 +90,7 @@ def first_not_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
 
 
 def _sum_of_squares(numbers: Sequence[tf.Tensor]) -> tf.Tensor:
-    """In float64: one pass over each tensor, and the rest once for each dtype."""
+    """In float64: one pass over each tensor, then one sum for each dtype."""
     halves = [tf.nn.l2_loss(tf.abs(n) if n.dtype.is_complex else n) for n in numbers]
     alike = [tf.stack([half for half in halves if half.dtype == dtype]) for dtype in {half.dtype for half in halves}]
     return 2 * tf.add_n([tf.reduce_sum(tf.cast(each, tf.float64)) for each in alike])
@@ -108,7 +99,7 @@ def _sum_of_squares(numbers: Sequence[tf.Tensor]) -> tf.Tensor:
 def clipped_by_norm(gradients: Sequence[Gradient], norm: tf.Tensor, limit: float) -> list[Gradient]:
     """Scaled down to this norm over all of them, as tf.clip_by_global_norm does.
 
-    If the norm is not finite they stay as they are, so that the first bad one can be named.
+    If the norm is not finite, they stay as they are, so that the first bad one can be named.
     """
     wide = tf.constant(limit, tf.float64)  # tf.cast takes a plain number through float32
     factor = wide / tf.maximum(norm, wide)
@@ -116,7 +107,7 @@ def clipped_by_norm(gradients: Sequence[Gradient], norm: tf.Tensor, limit: float
 
 
 def clipped_by_value(gradients: Sequence[Gradient], limit: float, loss_scale: tf.Tensor) -> list[Gradient]:
-    """Each value clamped. The gradients have the scale of the loss, the limit has not.
+    """Each value clamped to the limit times the loss scale, which the gradients have.
 
     Values that are not finite stay: an optimizer that scales the loss must see them.
     """

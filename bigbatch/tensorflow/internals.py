@@ -25,12 +25,12 @@ def converted(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def is_for_xla() -> bool:
-    """Whether XLA will compile what is being traced. It neither prints nor checks."""
+    """Whether XLA will compile what is being traced. It drops tf.print and tf.debugging.Assert."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(ops.get_default_graph()))
 
 
 def layers_of(model: Any) -> list[Any]:
-    """All layers of a Keras model, also those inside of others (Keras 3.15)."""
+    """All layers of a Keras model, including nested ones (Keras 3.15)."""
     return list(model._flatten_layers()) if hasattr(model, "_flatten_layers") else []
 
 
@@ -38,7 +38,7 @@ def layers_of(model: Any) -> list[Any]:
 def without_reduction(optimizer: Any) -> Iterator[None]:
     """Inside, an optimizer of Keras 3 does not add gradients up over replicas. There is no public switch (Keras 3.15).
 
-    The object's own method is covered, and only while a step is traced. Replicas in threads may enter this together.
+    Only this object's method is replaced, and only while a step is traced. Replica threads may enter this together.
     """
     optimizer._all_reduce_sum_gradients = list
     try:
@@ -65,7 +65,7 @@ def outside_of_scopes() -> Iterator[None]:
 def replace_num_replicas(answer: Callable[[int], int]) -> None:
     """From now on `num_replicas_in_sync` of every strategy is `answer(real number)`.
 
-    Strategies and replica contexts read this property. TensorFlow's own reductions and variables do not.
+    TensorFlow's own reductions and variables do not read this property.
     """
     strategy = distribute_lib.StrategyBase
     plain = strategy.num_replicas_in_sync.fget
@@ -81,12 +81,12 @@ def replace_public(package: str, name: str, make: Callable[[Callable[..., Any]],
         setattr(module, name, wrapped)
 
 
-def trace_apart(kind: Callable[[], str]) -> None:
-    """From now on a tf.function is traced again where `kind()` differs from where it was traced."""
+def trace_apart(label: Callable[[], str]) -> None:
+    """From now on a tf.function is traced once for each value of `label()`."""
     plain = function_context.make_function_context
 
     def make_function_context(scope_type: Any = None) -> Any:
         context = plain(scope_type)
-        return context._replace(scope_type=(context.scope_type, kind())) if kind() else context
+        return context._replace(scope_type=(context.scope_type, label())) if label() else context
 
     function_context.make_function_context = make_function_context

@@ -9,27 +9,25 @@ from .internals import layers_of
 
 
 def batch_norms(model: Any) -> list[Any]:
-    """The BatchNormalization layers that normalise by what they are fed."""
-    return [layer for layer in layers_of(model) if _is_batch_norm(layer) and layer.trainable]
-
-
-def _is_batch_norm(layer: Any) -> bool:
-    return any(cls.__name__ == "BatchNormalization" for cls in type(layer).__mro__)
+    """The BatchNormalization layers that normalise by the batch they are given."""
+    return [
+        layer
+        for layer in layers_of(model)
+        if layer.trainable and "BatchNormalization" in {cls.__name__ for cls in type(layer).__mro__}
+    ]
 
 
 def warn_of_batch_norms(model: Any) -> None:
-    """Warns that BatchNormalization sees micro-batches, if it does."""
     names = [layer.name for layer in batch_norms(model)]
     warn_of_batch_norm(names, "freeze them", layer="BatchNormalization")
 
 
 def dropouts(model: Any) -> list[Any]:
-    """The layers that drop something out."""
     return [layer for layer in layers_of(model) if getattr(layer, "rate", 0) and "Dropout" in type(layer).__name__]
 
 
 def dropout_off(model: Any) -> AbstractContextManager[None]:
-    """Inside, no layer drops anything out."""
+    """Inside, dropout is off."""
     return with_value(dropouts(model), "rate", 0.0)
 
 

@@ -10,7 +10,7 @@ from . import gradients
 from .backward import Backward
 from .batch import num_micro_batches, num_samples, slice_rows_for_xla, take_micro_batch
 from .distributed import replicas
-from .sums import LoopSums, Summed, is_kept_sparse
+from .sums import BatchGradient, LoopSums, is_kept_sparse
 from .weight import WEIGHT
 
 _MAX_PARALLEL_BYTES = 32 * 2**20
@@ -21,8 +21,8 @@ _Body = Callable[[Any, list[Any], Any], Any]
 """(number, micro-batch, state) -> state"""
 
 
-def accumulate(backward: Backward, tensors: Sequence[Any], micro_batch_size: int) -> Summed:
-    """The gradient of a batch, on one replica, reduced over all of them.
+def accumulate(backward: Backward, tensors: Sequence[Any], micro_batch_size: int) -> BatchGradient:
+    """On a replica: the gradient of the whole batch.
 
         for micro_batch in batch:                              # tf.while_loop
             weights += weight(micro_batch)
@@ -30,33 +30,30 @@ def accumulate(backward: Backward, tensors: Sequence[Any], micro_batch_size: int
             sums += gradient of weight / total * loss(micro_batch)
         sums = all_reduce(sums)                                # once, if there are several replicas
 
-    Args:
-        backward: The pass of one micro-batch.
-        tensors: The tensors of this replica's batch.
-        micro_batch_size: Where to cut it.
+    `tensors` are those of this replica's part of the batch.
     """
     num = num_micro_batches(tensors, micro_batch_size)
     weights = _weigh(backward, tensors, micro_batch_size, num)
     own_total = tf.reduce_sum(weights, 0)
     traced = backward.traced(tensors, num_terms=weights.shape[1])
-    # Weights are divided by a reference while gradients add up: by the total of all replicas, or by this one's own.
-    # Terms with totals of their own are mixed in the sums, so their totals must be known before; a loss may ask for its
-    # share of the batch, too. Otherwise the total is reduced with the gradients: one reduction fewer.
-    is_total_first = weights.shape[1] > 1 or backward.is_share_used
+    # Until the total is known, each replica divides by its own total. It must be known before if the loss asks for its
+    # share of the batch, or has several terms: their totals differ, and the sums mix them. Otherwise the total is
+    # reduced with the gradients: one reduction fewer.
+    is_total_first = weights.shape[1] > 1 or backward.is_share_used  # known now that it is traced
     reference = own_total
     if is_total_first and replicas.is_shared():
         reference = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own_total)
     sums, losses = _run(backward, traced, tensors, micro_batch_size, num, backward.shares(weights, reference))
     if not replicas.is_shared():
-        return Summed(sums, losses, own_total, num)
+        return BatchGradient(sums, losses, own_total, num)
     is_divided_later = not is_total_first and backward.reduction == "mean"
     if is_divided_later:  # replicas have different references: w / own total becomes w
         sums, losses = gradients.scaled(sums, reference[0]), losses * reference
     sums, (losses, num, total) = replicas.reduce(sums, [losses, tf.cast(num, WEIGHT), own_total])
     if is_divided_later:  # w becomes w / total
-        rest = backward.shares(tf.ones_like(total), total)
-        sums, losses = gradients.scaled(sums, rest[0]), losses * rest
-    return Summed(sums, losses, reference if is_total_first else total, tf.cast(num, tf.int32))
+        correction = backward.shares(tf.ones_like(total), total)
+        sums, losses = gradients.scaled(sums, correction[0]), losses * correction
+    return BatchGradient(sums, losses, reference if is_total_first else total, tf.cast(num, tf.int32))
 
 
 def _weigh(backward: Backward, tensors: Sequence[Any], micro_batch_size: int, num: Any) -> tf.Tensor:
@@ -84,8 +81,8 @@ def _run(
     def add(k: tf.Tensor, micro_batch: list[Any], state: Any) -> Any:
         losses, states = state
 
-        def added(run: Any, share: tf.Tensor) -> tuple[Any, ...]:
-            own_losses, grads = run(micro_batch, share)
+        def added(backward: Any, share: tf.Tensor) -> tuple[Any, ...]:
+            own_losses, grads = backward(micro_batch, share)
             return losses + own_losses, sums.add(states, k, grads)
 
         share = tf.gather(shares, k)
@@ -116,10 +113,10 @@ def _loop(body: _Body, state: Any, tensors: Sequence[Any], micro_batch_size: int
 
 
 def _loop_in_xla(body: _Body, start: Callable[[], Any], tensors: Sequence[tf.Tensor], micro_batch_size: int) -> Any:
-    """A compiled loop over the micro-batches of full size; the rest follows.
+    """A compiled loop over the full micro-batches; the samples that are left follow.
 
     XLA compiles this for each size of the batch, so all sizes are constants to it. It would compile both sides of a
-    condition, so TensorFlow decides what is run: a loss may not know what to do with a micro-batch of none.
+    condition, so TensorFlow decides what is run: a loss may fail on an empty micro-batch.
     """
 
     def full() -> Any:
@@ -130,20 +127,20 @@ def _loop_in_xla(body: _Body, start: Callable[[], Any], tensors: Sequence[tf.Ten
         return k + 1, body(k, [slice_rows_for_xla(t, k * micro_batch_size, micro_batch_size) for t in tensors], state)
 
     num = num_samples(tensors)
-    rest = num % micro_batch_size
+    num_left = num % micro_batch_size
     done = tf.cond(num >= micro_batch_size, tf.function(full, jit_compile=True, autograph=False), start)
     return tf.cond(
-        rest > 0,
-        lambda: body(num // micro_batch_size, [slice_rows_for_xla(t, num - rest, rest) for t in tensors], done),
+        num_left > 0,
+        lambda: body(num // micro_batch_size, [slice_rows_for_xla(t, num - num_left, num_left) for t in tensors], done),
         lambda: done,
     )
 
 
 def _is_good_for_xla(graph: tf.Graph) -> bool:
-    """Whether XLA should run the loop and not just what is in it.
+    """Whether XLA should compile the whole loop and not just its body.
 
-    A compiled micro-step costs a launch each time. But on a CPU, XLA runs convolutions many times slower inside a loop
-    than outside (TensorFlow 2.21).
+    A compiled body costs a launch for each micro-batch. But on a CPU, XLA runs convolutions many times slower inside a
+    loop than outside (TensorFlow 2.21).
     """
     if tf.config.list_logical_devices("GPU"):
         return True
@@ -156,7 +153,7 @@ def _num_parallel(graph: tf.Graph, micro_batch_size: int) -> int:
     """How many micro-batches may run at one time: several keep all cores busy if they need little memory.
 
     One if their order matters: they draw random numbers in TF1's way, or update a variable (a seed,
-    BatchNormalization).
+    BatchNormalization). With eight, a small MLP takes two thirds of the time on 2 cores.
     """
     operations = graph.get_operations()
     if any(op.op_def.is_stateful and op.type != "ReadVariableOp" for op in operations):

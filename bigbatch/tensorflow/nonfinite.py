@@ -27,12 +27,8 @@ class _Record(NamedTuple):
 class SkippedSteps(tf.Module):
     """A record that the graph writes and the host reads after each step; the policy then says what to do.
 
-    The numbers are int32, which TensorFlow keeps in the host's memory. The graph has asked the device whether the
-    gradient is finite, so reading the record waits for nothing more.
-
-    Args:
-        policy: What the user wants to happen.
-        strategy: The strategy of the model.
+    The numbers are int32, which TensorFlow keeps in the host's memory. The graph has already waited for the device to
+    say whether the gradient is finite, so reading the record waits for nothing more.
     """
 
     def __init__(self, policy: NonFinite, strategy: tf.distribute.Strategy) -> None:
@@ -48,7 +44,7 @@ class SkippedSteps(tf.Module):
 
     def without_weight(self) -> None:
         """Notes that the step had no weight. The number of steps skipped in a row stays as it is."""
-        self.record.assign(self.record * [1, 1, 1, 0, 0, 0] + [0, 0, 0, _WITHOUT_WEIGHT, 0, 0])
+        self.record.assign(tf.concat([self.record[:3], [_WITHOUT_WEIGHT, 0, 0]], 0))
 
     def skipped(self, step: tf.Tensor, variable: tf.Tensor) -> None:
         num, first_step, first_variable, *_ = tf.unstack(tf.identity(self.record))
@@ -57,7 +53,7 @@ class SkippedSteps(tf.Module):
         self.record.assign(tf.stack([num + 1, *first, _SKIPPED, step, variable]))
 
     def checked(self, value: tf.Tensor) -> tf.Tensor:
-        """The value; in a graph of the user's an error once too many steps were skipped."""
+        """The value; in the user's own graph, an error once too many steps have been skipped."""
         if self.policy.max_skipped is None or tf.executing_eagerly():
             return value
         record = tf.identity(self.record)
@@ -72,8 +68,8 @@ class SkippedSteps(tf.Module):
 
         Args:
             written: The record after that step.
-            model: Its trainable variables have the gradients.
-            is_scaling: Whether the optimizer adapts a scale of the loss, which overflows now and then.
+            model: The model, for the names of its variables.
+            is_scaling: Whether the optimizer adapts its loss scale, which overflows now and then.
         """
         record = _Record(*map(int, written.numpy()))
         if record.last != _SKIPPED:

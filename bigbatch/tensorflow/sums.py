@@ -1,4 +1,4 @@
-"""Gradient sums: inside the loop of one graph, and in variables that outlive a call."""
+"""Gradient sums: in the loop of one graph (LoopSums), and in variables that outlive a call (SumVariables)."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -13,13 +13,15 @@ from .graphs import Graphs
 from .weight import WEIGHT
 
 OTHER_VARIABLES = (
-    "bigbatch: other variables got a gradient in this window than the graph that ends it was made for: "
+    "bigbatch: the variables that got a gradient are not the ones this graph was traced for: "
     "call add() and flush() in eager code"
 )
+# A table with more rows than this keeps its gradient sparse: a dense sum would touch all rows for every micro-batch.
+_MANY_ROWS = 10_000
 
 
-class Summed(NamedTuple):
-    """What a window adds up to, over all micro-batches and replicas. Every replica has the same."""
+class BatchGradient(NamedTuple):
+    """The gradient of the whole batch, over all micro-batches and replicas. Every replica has the same."""
 
     gradients: list[Gradient]
     losses: tf.Tensor
@@ -30,19 +32,15 @@ class Summed(NamedTuple):
 
 def is_kept_sparse(gradient: Gradient, variable: Any) -> bool:
     """Whether a gradient is added up as a list of entries. Replicas reduce dense gradients."""
-    return gradients.is_kept_sparse(gradient, variable) and not replicas.is_shared()
+    is_large = isinstance(gradient, tf.IndexedSlices) and variable.shape[0] > _MANY_ROWS
+    return is_large and not replicas.is_shared()
 
 
 class LoopSums:
     """The gradient sums of a loop in a graph: each micro-batch gets the sums so far, and returns the next.
 
     Dense gradients are added up. The entries of sparse gradients are kept in a list; those of the same row are added
-    up at the end.
-
-    Args:
-        like: The gradients of one micro-batch, as they were traced.
-        variables: The variables that they belong to.
-        num_micro_batches: How many micro-batches the loop has.
+    up at the end. `like` are the gradients of one micro-batch, as they were traced.
     """
 
     def __init__(self, like: Sequence[Gradient], variables: Sequence[Any], num_micro_batches: Any) -> None:
@@ -52,14 +50,12 @@ class LoopSums:
         self._sparse = {k for k, g in self._like.items() if is_kept_sparse(g, variables[k])}
 
     def start(self) -> dict[int, Any]:
-        """The sums of no micro-batch."""
         return {
             k: self._list(k) if k in self._sparse else tf.zeros(self._variables[k].shape, g.dtype)
             for k, g in self._like.items()
         }
 
     def add(self, sums: dict[int, Any], number: tf.Tensor, grads: Sequence[Gradient]) -> dict[int, Any]:
-        """The sums with the gradients of one more micro-batch."""
         return {
             k: _written(one, number, grads[k])
             if k in self._sparse
@@ -68,7 +64,7 @@ class LoopSums:
         }
 
     def skip(self, sums: dict[int, Any], number: tf.Tensor) -> dict[int, Any]:
-        """The same sums after a micro-batch without weight. A list must have an entry for it all the same."""
+        """After a micro-batch without weight the sums are the same, but its entry in a list must be written."""
         return {k: _written(one, number, self._no_rows(k)) if k in self._sparse else one for k, one in sums.items()}
 
     def finished(self, sums: dict[int, Any]) -> list[Gradient]:
@@ -76,13 +72,11 @@ class LoopSums:
         return [self._joined(k, sums[k]) if k in self._sparse else sums.get(k) for k in range(len(self._variables))]
 
     def _list(self, k: int) -> Any:
-        """A list with an empty entry behind the last: TensorFlow cannot concatenate a list of none."""
         none = self._no_rows(k)
-        arrays = [
-            tf.TensorArray(part.dtype, size=self._num + 1, element_shape=[None, *part.shape[1:]], infer_shape=False)
+        return tuple(
+            tf.TensorArray(part.dtype, size=self._num, element_shape=[None, *part.shape[1:]], infer_shape=False)
             for part in (none.values, none.indices)
-        ]
-        return _written(arrays, self._num, none)
+        )
 
     def _no_rows(self, k: int) -> tf.IndexedSlices:
         like = self._like[k]
@@ -104,16 +98,11 @@ def _dense(gradient: Gradient, shape: tf.TensorShape) -> tf.Tensor:
     return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, shape[0])  # XLA must know how many rows
 
 
-class Sums(tf.Module):
+class SumVariables(tf.Module):
     """One sum for each variable, with the weight, the losses and the number of micro-batches so far.
 
     Every replica has its own; they are added up once, at the end of the window. A checkpoint holds the sum over
     replicas.
-
-    Args:
-        variables: The trainable variables.
-        strategy: The strategy that they were made under.
-        num_terms: How many terms the loss has.
     """
 
     def __init__(self, variables: Sequence[Any], strategy: tf.distribute.Strategy, num_terms: int = 1) -> None:
@@ -125,15 +114,15 @@ class Sums(tf.Module):
             self.weight = self._sum([], WEIGHT)
             self.losses = self._sum([num_terms], WEIGHT)
             self.count = tf.Variable(0, trainable=False, name="count")
-            """How many micro-batches there are so far: n, but ~n < 0 while eager code is adding one more.
+            """How many micro-batches were added: n, or ~n < 0 while eager code adds one more.
 
-            A checkpoint has it under this name.
+            So a checkpoint that is written after Ctrl-C knows that the sums have a part of a micro-batch.
             """
             self.opened_at = tf.Variable(-1, trainable=False, dtype=tf.int64, name="opened_at")
-            """How often the optimizer had stepped when the window was opened."""
+            """How many steps the optimizer had taken when the window was opened."""
             self.has_gradient = tf.Variable(tf.zeros([len(variables)], tf.bool), trainable=False, name="has_gradient")
         self.graphs = Graphs()
-        """The graphs that use these variables; they go with them."""
+        """The graphs that use these variables."""
         self._added: set[int] = set()
         self._in_graphs: set[int] = set()
 
@@ -148,11 +137,11 @@ class Sums(tf.Module):
         return self._ids == tuple(map(id, variables)) and self.losses.shape == [num_terms]
 
     def begin(self) -> None:
-        """Across replicas, in eager code: what is added from now on is one micro-batch."""
+        """Across replicas, in eager code: a micro-batch begins."""
         self.count.assign(~self.num_whole())
 
     def add(self, grads: Sequence[Gradient], weight: tf.Tensor, losses: tf.Tensor) -> None:
-        """On a replica: adds gradients and losses that are multiplied by their share already."""
+        """On a replica: adds gradients and losses that were already multiplied by their share."""
         for k, (g, total) in enumerate(zip(grads, self.gradients, strict=True)):
             if g is None:
                 continue
@@ -165,11 +154,7 @@ class Sums(tf.Module):
         self.losses.assign_add(losses)
 
     def end(self, num_steps: tf.Tensor | None = None) -> None:
-        """Across replicas: counts what was added since `begin` as one micro-batch.
-
-        Args:
-            num_steps: How often the optimizer has stepped.
-        """
+        """Across replicas: the micro-batch is complete. `num_steps` is how many steps the optimizer has taken."""
         num = self.num_whole() if tf.executing_eagerly() else tf.identity(self.count)
         if num_steps is not None:
             self.opened_at.assign(tf.where(tf.equal(num, 0), num_steps, self.opened_at))
@@ -180,16 +165,16 @@ class Sums(tf.Module):
         self._added.clear()
 
     def is_whole(self) -> bool:
-        """In eager code: whether every `begin` had its `end`. An exception may have come in between."""
+        """In eager code: whether every `begin` had its `end`, without an exception in between."""
         return int(self.count.numpy()) >= 0
 
     def num_whole(self) -> int:
-        """In eager code: how many micro-batches there are, without one that was added in part."""
+        """In eager code: how many micro-batches were added completely."""
         num = int(self.count.numpy())
         return num if num >= 0 else ~num
 
     def present(self) -> list[int]:
-        """The variables that got a gradient in this window; in a graph, those that it is to be made for."""
+        """The numbers of the variables that got a gradient in this window; in a graph, those it is traced for."""
         with tf.init_scope():  # the window may be older than the graph
             so_far = {int(k) for k in np.flatnonzero(self.has_gradient.numpy())}
         return sorted(so_far if tf.executing_eagerly() else so_far | self._in_graphs)
@@ -197,8 +182,8 @@ class Sums(tf.Module):
     def read(self, present: Collection[int]) -> tuple[list[Gradient], tf.Tensor, tf.Tensor]:
         """On a replica: gradients, weight and losses, reduced over all replicas."""
         is_present = [k in present for k in range(len(self.gradients))]
-        is_as_made = tf.reduce_all(tf.equal(self.has_gradient, is_present))
-        with tf.control_dependencies([tf.debugging.Assert(is_as_made, [OTHER_VARIABLES])]):
+        is_as_traced = tf.reduce_all(tf.equal(self.has_gradient, is_present))
+        with tf.control_dependencies([tf.debugging.Assert(is_as_traced, [OTHER_VARIABLES])]):
             own = [tf.identity(v) if there else None for v, there in zip(self.gradients, is_present, strict=True)]
             weight, losses = tf.identity(self.weight), tf.identity(self.losses)
         if replicas.is_shared():

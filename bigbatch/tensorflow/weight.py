@@ -1,4 +1,4 @@
-"""Reads the weight that a user passed, checks it and adds it up to one tensor, in eager code and in graphs."""
+"""Checks the weight that a user passed and adds it up to one tensor, in eager code and in graphs."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ BAD_WEIGHT = (
 
 
 def where(condition: Any, value: Any, other: Any) -> tf.Tensor:
-    """What core/weight.py chooses with: TensorFlow takes no plain number beside a tensor of float64."""
+    """The `where` for core/weight.py: tf.where does not mix Python numbers and float64 tensors."""
     return tf.where(condition, tf.cast(value, WEIGHT), tf.cast(other, WEIGHT))
 
 
 def as_weight(weight: Any) -> tf.Tensor:
-    """The weight that a user passed, as one number; a bad one is refused, in a graph when it is run."""
+    """The weight that a user passed, as one number. A bad one is refused; in a graph, when the graph runs."""
     if not isinstance(weight, tf.Tensor | np.ndarray):
         return as_tensor(check_weight((weight,), of="this micro-batch")[0])
     summed, is_good = summed_weight(weight)
@@ -40,9 +40,9 @@ def as_tensor(weight: Any) -> Any:
 
 
 def summed_weight(weight: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """A weight, or those of all samples added up, and whether all of them are finite and at least 0."""
+    """The sum of a weight or of weights per sample, and whether all of them are finite and at least 0."""
     if isinstance(weight, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices):
-        raise WeightError(f"the weight is a {type(weight).__name__}: pass a number, or a plain tensor of them")
+        raise WeightError(f"the weight is a {type(weight).__name__}: pass a number, or a dense tensor")
     weight = tf.convert_to_tensor(weight)
     if not (weight.dtype.is_floating or weight.dtype.is_integer or weight.dtype.is_bool):
         raise WeightError(f"the weight is a tensor of {weight.dtype.name}: pass numbers, of at least 0")
@@ -51,12 +51,12 @@ def summed_weight(weight: Any) -> tuple[tf.Tensor, tf.Tensor]:
     return summed, tf.reduce_all(wide >= 0) & tf.math.is_finite(summed)
 
 
-def checked(value: tf.Tensor, is_good: tf.Tensor, message: str = BAD_WEIGHT) -> tf.Tensor:
-    """The value, with a check in the graph; `checks.explained` turns it into the error that it is.
+def checked(value: tf.Tensor, is_good: tf.Tensor) -> tf.Tensor:
+    """The weight, with a check in the graph. `checks.explained` turns it into a WeightError.
 
-    XLA leaves checks out: there a bad number becomes NaN, and the step is not made.
+    XLA drops checks: there a bad weight becomes NaN, and the step is skipped.
     """
-    if is_for_xla() and value.dtype.is_floating:
+    if is_for_xla():
         return tf.where(is_good, value, tf.constant(np.nan, value.dtype))
-    with tf.control_dependencies([tf.debugging.Assert(is_good, [message])]):
+    with tf.control_dependencies([tf.debugging.Assert(is_good, [BAD_WEIGHT])]):
         return tf.identity(value)

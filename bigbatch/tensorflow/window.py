@@ -1,4 +1,4 @@
-"""A partly filled window: its sums so far, in variables that outlive a call."""
+"""A window that arrives one micro-batch at a time: its sums so far, in variables that outlive a call."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from . import checks, gradients
 from .distributed import replicas
 from .internals import converted
 from .optimizer import Optimizer
-from .sums import Summed, Sums
+from .sums import BatchGradient, SumVariables
 from .weight import where
 
 _BAD_STEPS = "accumulation_steps(step) is less than 1: return a whole number of at least 1"
@@ -21,15 +21,9 @@ _BAD_STEPS = "accumulation_steps(step) is less than 1: return a whole number of 
 class PartialWindow(tf.Module):
     """The sums of the window that `add()` fills, or `step()` with a `Window` of micro-batches.
 
-    The caller multiplies gradients by their share before they are added. `step()` knows the total weight W, so its
-    shares are w / W. `add()` does not know it yet: it multiplies by w, and `summed` divides by W at the end.
-
-    Args:
-        model: Its trainable variables have the sums.
-        optimizer: What steps.
-        strategy: The strategy of the model.
-        reduction: "mean" or "sum".
-        accumulation_steps: How many micro-batches a window has that is fed by `add()`.
+    Gradients of its trainable variables are summed, after the caller multiplied them by their share. `step()` knows the
+    total weight W, so its shares are w / W. `add()` does not know W yet: it multiplies by w, and `batch_gradient`
+    divides by W at the end.
     """
 
     accumulation_steps = Option(check_steps)
@@ -44,20 +38,18 @@ class PartialWindow(tf.Module):
     ) -> None:
         super().__init__(name="window")
         self.accumulation_steps = accumulation_steps
-        self._model = model
-        self._optimizer = optimizer
-        self._strategy = strategy
+        self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._reduction: Reduction = reduction
-        self._sums: Sums | None = None
+        self._sums: SumVariables | None = None
         self._seen: int | None = None
-        """How often the variables had been changed when the window was opened."""
+        """How many changes the variables had seen when the window was opened."""
 
     def num_micro_batches(self) -> int:
-        """In eager code: how many there are so far."""
+        """In eager code: how many were added so far."""
         return 0 if self._sums is None else self._sums.num_whole()
 
     def num_wanted(self, step: tf.Variable) -> tf.Tensor:
-        """How many micro-batches the window has that ends with this step."""
+        """The length of this step's window."""
         steps: Any = self.accumulation_steps
         if callable(steps) and tf.executing_eagerly():
             steps = steps_at(steps, int(step.numpy()))
@@ -69,12 +61,12 @@ class PartialWindow(tf.Module):
             return tf.cast(steps, tf.int32)
 
     @property
-    def sums(self) -> Sums:
-        """Those of the window that is open."""
-        return self.sums_for(1) if self._sums is None else self._sums
+    def sums(self) -> SumVariables:
+        """The sums of the open window."""
+        return self.prepare_sums(1) if self._sums is None else self._sums
 
-    def sums_for(self, num_terms: int) -> Sums:
-        """Sums for the variables that are trainable now, and for a loss of so many terms."""
+    def prepare_sums(self, num_terms: int) -> SumVariables:
+        """The sums, made anew if other variables are trainable now or the loss has another number of terms."""
         variables = replicas.trainable(self._model)
         checks.check_trainable(self._model, is_called=False)
         if self._sums is None or not self._sums.fits(variables, num_terms):
@@ -85,17 +77,13 @@ class PartialWindow(tf.Module):
                         f"{len(variables)} now): call flush() before that"
                     )
                 self._optimizer.check_knows(self._model)
-                self._sums = Sums(variables, self._strategy, num_terms)
+                self._sums = SumVariables(variables, self._strategy, num_terms)
         return self._sums
 
-    def end_micro_batch(self) -> None:
-        """Across replicas: counts what each of them has added as one micro-batch."""
-        self.sums.end(self._optimizer.num_steps())
-
     def check_whole(self) -> None:
-        """Across replicas, in eager code: drops the window if a micro-batch was added in part (Ctrl-C).
+        """Across replicas, in eager code: drops the window if a micro-batch was added only in part (Ctrl-C).
 
-        If it was the first of its window, nothing else is lost, and nothing is raised.
+        Raises OrderError unless that micro-batch was the first of its window: then nothing else is lost.
         """
         if self._sums is None or self._sums.is_whole():
             return
@@ -110,8 +98,7 @@ class PartialWindow(tf.Module):
     def check_unchanged(self, now: int) -> None:
         """Across replicas, in eager code: drops the window if something else changed the variables since it began.
 
-        Args:
-            now: How often they have been changed.
+        `now` is how many changes they have seen.
         """
         num = self.num_micro_batches()
         if not num or self._seen is None:
@@ -124,28 +111,28 @@ class PartialWindow(tf.Module):
                 "gradient would be that of two models, so the window was dropped: flush() before anything else steps"
             )
 
-    def summed(self, total: tf.Tensor | None = None) -> Summed:
-        """Across replicas: what the window adds up to, on each replica.
+    def batch_gradient(self, total: tf.Tensor | None = None) -> BatchGradient:
+        """Across replicas: the gradient of the whole batch, on each replica.
 
         Args:
-            total: The total weight, if gradients were multiplied by w / W. None if they were multiplied by w.
+            total: The total weight W, if gradients were multiplied by w / W. None if they were multiplied by w.
         """
         present = self.sums.present()
         if total is None and not present:
             raise GradientError("no variable got a gradient in this window: compute the loss with the model")
 
-        def on_replica() -> Summed:
+        def on_replica() -> BatchGradient:
             grads, weight, losses = self.sums.read(present)
             if total is None and self._reduction == "mean":
-                rest = share(1.0, weight, where)
-                grads, losses = gradients.scaled(grads, rest), losses * rest
-            return Summed(grads, losses, weight[None] if total is None else total, tf.identity(self.sums.count))
+                factor = share(1.0, weight, where)
+                grads, losses = gradients.scaled(grads, factor), losses * factor
+            return BatchGradient(grads, losses, weight[None] if total is None else total, tf.identity(self.sums.count))
 
-        summed: Summed = self._strategy.run(on_replica)
-        return summed
+        gradient: BatchGradient = self._strategy.run(on_replica)
+        return gradient
 
     def clear(self) -> None:
-        """Across replicas: leaves nothing of the window."""
+        """Across replicas: drops the window."""
         self._strategy.run(self.sums.clear)
         self.sums.cleared()
         if tf.executing_eagerly():

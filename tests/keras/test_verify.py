@@ -11,7 +11,7 @@ from bigbatch import OptionError
 from bigbatch.keras import accumulate, verify
 
 from .cases import CASES, Case
-from .test_measure import CLASS, TARGET, WEIGHT, Variational, X, mlp, noisy, root
+from .test_infer_reduction import CLASS, TARGET, WEIGHT, Variational, X, mlp, noisy, root
 
 BACKEND = keras.backend.backend()
 

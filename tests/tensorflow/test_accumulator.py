@@ -515,7 +515,7 @@ def test_bad_batches_change_nothing(batch: Any, message: str) -> None:
         ({"clip_norm": 0.0}, "clip_norm is 0.0"),
         ({"clip_norm": "a"}, "clip_norm is 'a'"),
         ({"clip_value": float("nan")}, "clip_value is nan"),
-        ({"optimizer": object()}, "builtins.object is no optimizer"),
+        ({"optimizer": object()}, "does not know the optimizer builtins.object"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
@@ -650,7 +650,7 @@ def test_nonfinite_gradient_is_not_applied_and_is_reported(
             add(accumulator, part)
         step = accumulator.last_step
     assert not step.is_applied
-    assert "a step was skipped, since its gradient is not finite" in capfd.readouterr().err
+    assert "a step was skipped, because its gradient is not finite" in capfd.readouterr().err
     assert_untouched(accumulator, before)
     assert_exact_step(accumulator)
 

@@ -153,6 +153,17 @@ def test_distributed_batch() -> None:
     assert accumulator.num_traces == 1
 
 
+def test_a_batch_that_is_empty_on_all_replicas_changes_nothing() -> None:
+    """With reduction "sum" too: Adam would move by its momentum."""
+    accumulator = make(reduction="sum", make_optimizer=keras.optimizers.Adam)
+    accumulator.step(on_replicas(make_batch(9), (5, 4)))
+    before = accumulator.model.get_weights()
+    step = accumulator.step(on_replicas(make_batch(0), (0, 0)))
+    assert (step.is_applied, step.num_micro_batches) == (False, 0)
+    for a, b in zip(accumulator.model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.usefixtures("float64")
 def test_a_plain_batch_of_any_size() -> None:
     batches = [make_batch(size) for size in (53, 5, 1, 20)]

@@ -57,7 +57,7 @@ def assert_same(model: Any, full: Any) -> None:
 
 def num_graphs(accumulator: Accumulator, name: str) -> int:
     """The number of graphs whose name starts like this."""
-    every = [*accumulator._graphs.made.items(), *accumulator._window.sums_for(1).graphs.made.items()]
+    every = [*accumulator._graphs.made.items(), *accumulator._window.prepare_sums(1).graphs.made.items()]
     return len({id(made[0]) for ((kind, *_), _), made in every if name in str(kind)})
 
 

@@ -132,7 +132,7 @@ def test_options_of_a_traced_graph_cannot_be_changed(name: str) -> None:
     accumulator = made(accumulation_steps=2)
     tf.function(lambda x, y: add(accumulator, x, y))(*map(tf.constant, BATCH))
     before = getattr(accumulator, name)
-    with pytest.raises(OptionError, match=rf"^{name} cannot be changed any more, since a tf.function of yours"):
+    with pytest.raises(OptionError, match=rf"^{name} can no longer be changed: your tf.function"):
         setattr(accumulator, name, 1)
     setattr(accumulator, name, before)
     assert getattr(accumulator, name) == before

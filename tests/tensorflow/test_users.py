@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from bigbatch import OrderError, Window
 from bigbatch.tensorflow import Accumulator
-from bigbatch.tensorflow.sums import Sums
+from bigbatch.tensorflow.sums import SumVariables
 from tests.tensorflow.test_accumulator import (
     add,
     assert_exact_step,
@@ -158,7 +158,7 @@ def test_partly_added_micro_batch_is_never_applied(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Sums, "end", interrupted)
+        patch.setattr(SumVariables, "end", interrupted)
         with pytest.raises(KeyboardInterrupt):
             add(accumulator, pieces[num_before])
     if num_before:

@@ -15,7 +15,7 @@ from ...core.errors import BatchError
 from ...jax.cut import Cut
 from ...jax.distributed import add_up
 from .. import checks, loss
-from ..loss import Batch, LossSpec, Measured
+from ..loss import Batch, LossSpec, Reductions
 from .step import FitStep
 
 _State = tuple[Any, Any, Any, Any]
@@ -29,8 +29,8 @@ class BackendStep:
         (loss, updates), gradients = gradient_of(trainable, non_trainable, metrics, x, y, sample_weight)
         trainable, optimizer = model.optimizer.stateless_apply(optimizer, gradients, trainable)
 
-    with a `lax.scan` over micro-batches in place of the second line. Non-trainable variables (seeds, say) go from one
-    micro-batch to the next.
+    with a `lax.scan` over micro-batches in place of the second line. Each micro-batch hands its non-trainable
+    variables (seeds, say) to the next.
     """
 
     def __init__(self, step: FitStep) -> None:
@@ -54,18 +54,18 @@ class BackendStep:
         non_trainable = [scope.get_current_value(v) for v in model.non_trainable_variables]
         metrics = [scope.get_current_value(v) for v in model.metrics_variables]
         if spec.needs_outputs:
-            # Keras's own step loses the masks of outputs between loss and metrics (3.15, on JAX alone): so do we
+            # Keras's own step loses the masks of outputs between loss and metrics (3.15, only on JAX), so we do too
             y_pred = loss.map_tensors(_unmasked, y_pred)
         trainable, optimizer = model.optimizer.stateless_apply(optimizer, sums, trainable)
         logs, metrics = model._update_metrics_variables(metrics, value, x, y, y_pred, sample_weight)
         return logs, (trainable, non_trainable, optimizer, metrics)
 
     def _on_devices(self, spec: LossSpec, state: _State, batch: Batch, size: int) -> tuple[Any, ...]:
-        """What `_accumulate` returns. Devices that share a batch each cut their own part of it.
+        """Calls `_accumulate`, on each device's part of the batch if possible.
 
         With DataParallel every device runs its own loop, and the sums are reduced once, after it. A model that updates
-        variables in its calls (BatchNormalization) has to see whole micro-batches, so there, and with ModelParallel,
-        the compiler shares out each micro-batch and reduces after each.
+        variables in its calls (BatchNormalization) must see whole micro-batches, so for it, and with ModelParallel,
+        the compiler splits each micro-batch over the devices and reduces after each.
         """
         distribution = keras.distribution.distribution()
         num_devices = 1
@@ -81,11 +81,14 @@ class BackendStep:
 
         def on_one(state: _State, batch: Batch) -> tuple[Any, ...]:
             trainable, non_trainable, optimizer, metrics = state
-            seeds = [_own_seed(v, axis) if is_seed else v for v, is_seed in zip(non_trainable, are_seeds, strict=True)]
+            seeds = [  # different on every device, so that no dropout mask repeats
+                jax.random.fold_in(v, jax.lax.axis_index(axis)) if is_seed else v
+                for v, is_seed in zip(non_trainable, are_seeds, strict=True)
+            ]
             state = trainable, seeds, optimizer, metrics
             sums, after, *rest = self._accumulate(spec, state, batch, Cut(num, own), size, (axis,))
             of_each = zip(non_trainable, seeds, after, are_seeds, strict=True)
-            after = [v + (b - a) if is_seed else b for v, a, b, is_seed in of_each]  # all count on by the same number
+            after = [v + (b - a) if is_seed else b for v, a, b, is_seed in of_each]  # all advance by the same amount
             return sums, after, *rest
 
         rows, whole = PartitionSpec(axis), PartitionSpec()
@@ -127,7 +130,7 @@ class BackendStep:
         model = self.model
         trainable, non_trainable, optimizer, metrics = state
         dtype = self.step.dtype
-        shares_of = self._count(spec, state, batch, cut, axes) if spec.needs_model_for_weights else None
+        shares_of_each = self._term_shares(spec, state, batch, cut, axes) if spec.needs_model_for_weights else None
 
         def gradient_of(
             trainable: Any, non_trainable: Any, micro_batch: Batch, sample_share: Any, term_shares: Any
@@ -143,7 +146,7 @@ class BackendStep:
             sums, non_trainable, value, layer_losses = carry
             micro_batch = _take(cut, batch, number, num)
             sample_share = loss.share(jnp.asarray(checks.batch_size(micro_batch), dtype), size)
-            term_shares = None if shares_of is None else shares_of[number]
+            term_shares = None if shares_of_each is None else shares_of_each[number]
             gradients, (non_trainable, micro, micro_layer_losses, leaves) = jax.grad(gradient_of, has_aux=True)(
                 trainable, non_trainable, micro_batch, sample_share, term_shares
             )
@@ -159,11 +162,10 @@ class BackendStep:
         leaves = [_in_order(leaf) for leaf in cut.join(stacks)]
         return sums, non_trainable, value, layer_losses, leaves
 
-    def _count(self, spec: LossSpec, state: _State, batch: Batch, cut: Cut, axes: tuple[str, ...]) -> Any:
-        """A row for each micro-batch: what its terms are multiplied by, where masks or sample weights decide.
+    def _term_shares(self, spec: LossSpec, state: _State, batch: Batch, cut: Cut, axes: tuple[str, ...]) -> Any:
+        """For each micro-batch, the shares of its terms: w_tk / W_t.
 
-        Masks come out of the model, so it runs once more, without gradients; the compiler leaves of that only what
-        the masks need.
+        Masks come out of the model, so it runs once more, without gradients. The compiler keeps only what masks need.
         """
 
         def body(total: Any, number: Any, num: int) -> tuple[Any, list[Any]]:
@@ -191,11 +193,11 @@ class BackendStep:
         first = next(iterator)
         return first, (state, itertools.chain([first], iterator))
 
-    def measure_on(self, batch: Batch, *args: Any) -> Measured:
+    def infer_reductions(self, batch: Batch, *args: Any) -> Reductions:
         state, _ = args
         batch = tree.map_structure(lambda leaf: leaf if leaf is None else jnp.asarray(leaf), batch)
         with jax.default_matmul_precision("highest"):  # by default a GPU rounds differently for another batch size
-            return self.step.measure_eagerly(batch, lambda rows, start, stop: rows[start:stop], self._values(state))
+            return self.step.infer_eagerly(batch, lambda rows, start, stop: rows[start:stop], self._values(state))
 
     def _forward(self, trainable: Any, non_trainable: Any, x: Any, *, training: bool = True) -> Any:
         """The model's output, the updated non-trainable variables, and model.losses."""
@@ -236,17 +238,12 @@ def _by_device(rows: Any, num: int) -> Any:
 
 
 def _in_order(rows: Any) -> Any:
-    """The opposite of `_by_device`."""
+    """The inverse of `_by_device`."""
     return rows.swapaxes(0, 1).reshape(-1, *rows.shape[2:])
 
 
 def _has_rows(leaf: Any) -> bool:
     return leaf is not None and jnp.ndim(leaf) > 0
-
-
-def _own_seed(seed: Any, axis: str) -> Any:
-    """A different seed on every device, so that no mask of dropout comes twice."""
-    return jax.random.fold_in(seed, jax.lax.axis_index(axis))
 
 
 def _unmasked(tensor: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The `train_step` that accumulate() gives to a model: what is the same on all backends."""
+"""The `train_step` that accumulate() gives to a model: the part that all backends share."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -7,12 +7,12 @@ import keras
 
 from ...core.errors import warn
 from .. import checks, loss
-from ..loss import Batch, LossSpec, Measured, wide
-from ..measure import Rows, measure
+from ..infer_reduction import Rows, infer_reduction
+from ..loss import Batch, LossSpec, Reductions, wide
 
 
 class Backend(Protocol):
-    """What each backend adds: a step in micro-batches, and how to measure the loss on the first batch."""
+    """What each backend adds: a step in micro-batches, and how to try the loss on the first batch."""
 
     replaces: dict[str, Any]
     """Further methods of the model to replace, by name."""
@@ -23,20 +23,12 @@ class Backend(Protocol):
     def first_batch(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
         """Reads the first batch, and returns it with arguments for the train_function that still yield it."""
 
-    def measure_on(self, batch: Batch, *args: Any, **kwargs: Any) -> Measured:
-        """Measures the loss on the first batch; `args` are the arguments of the train_function."""
+    def infer_reductions(self, batch: Batch, *args: Any, **kwargs: Any) -> Reductions:
+        """Infers what the loss divides by; `args` are the arguments of the train_function."""
 
 
 class FitStep:
-    """The `train_step` of one model.
-
-    It is set on the instance, so the class and saved models do not know about it.
-
-    Args:
-        model: The model to train.
-        micro_batch_size: The number of samples in a micro-batch.
-        backend: Makes the part that only this backend has.
-    """
+    """The `train_step` of one model. It is set on the instance, so the class and saved models do not know about it."""
 
     def __init__(self, model: Any, micro_batch_size: int, backend: Callable[["FitStep"], Backend]) -> None:
         self.model = model
@@ -44,7 +36,7 @@ class FitStep:
         self._has_warned = False
         self._specs: dict[Any, LossSpec] = {}
         self._compiled: tuple[Any, Any] | None = None
-        self._measured = Measured()
+        self._reductions = Reductions()
         self._backend = backend(self)
         self._methods = {
             "train_step": self.train_step, "make_train_function": self.make_train_function, **self._backend.replaces
@@ -57,36 +49,33 @@ class FitStep:
         return step if isinstance(step, FitStep) else None
 
     def attach(self) -> None:
-        """Replaces the methods of the model."""
         for name, method in self._methods.items():
             setattr(self.model, name, method)
 
     def detach(self) -> None:
-        """Gives the model its own methods back."""
         for name in self._methods:
             delattr(self.model, name)
 
     # --- what Keras calls -------------------------------------------------------------------------------------
 
     def train_step(self, *args: Any) -> Any:
-        """One step, as the backend makes it."""
         return self._backend.train_step(*args)
 
     def make_train_function(self, force: bool = False) -> None:
-        """Keras's own, except that the loss is measured on the first batch before the first step."""
+        """Keras's own, except that what the loss divides by is inferred before the first step."""
         model = self.model
         if model.train_function is not None and not force:
             return
         type(model).make_train_function(model, force)
         function = model.train_function
-        is_measured = False
+        is_first = True
 
         def train_function(*args: Any) -> Any:
-            nonlocal is_measured
-            if not is_measured:
-                is_measured = True
+            nonlocal is_first
+            if is_first:
+                is_first = False
                 data, args = self._backend.first_batch(*args)
-                self._measured = self._backend.measure_on(keras.utils.unpack_x_y_sample_weight(data), *args)
+                self._reductions = self._backend.infer_reductions(keras.utils.unpack_x_y_sample_weight(data), *args)
             return function(*args)
 
         model.train_function = train_function
@@ -94,7 +83,7 @@ class FitStep:
     # --- what backends call -----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Checks what is only known when the first step begins: compile() and building may come after accumulate()."""
+        """Checks what is not known before the first step: compile() and building may come after accumulate()."""
         checks.check_optimizer(self.model.optimizer)
         checks.check_layers(self.model)
         if not self._has_warned:
@@ -106,7 +95,7 @@ class FitStep:
         return self.model(x, training=training) if self.model._call_has_training_arg else self.model(x)
 
     def scale(self, loss: Any) -> Any:
-        """The loss as the optimizer wants it: larger with a LossScaleOptimizer."""
+        """The loss times the optimizer's loss scale."""
         return loss if self.model.optimizer is None else self.model.optimizer.scale_loss(loss)
 
     @property
@@ -122,13 +111,13 @@ class FitStep:
             self._compiled = compiled
             self._specs.clear()
 
-        def kind(leaf: Any) -> Any:
+        def leaf_type(leaf: Any) -> Any:
             return None if leaf is None else (leaf.shape[1:], leaf.dtype)
 
-        key = str(keras.tree.map_structure(kind, batch))
+        key = str(keras.tree.map_structure(leaf_type, batch))
         if key not in self._specs:
             self._specs[key] = inspect()
-        return self._specs[key].with_measured(self._measured)
+        return self._specs[key].with_reductions(self._reductions)
 
     def loss_of_batch(self, spec: LossSpec, batch: Batch, y_pred: Any, layer_losses: Any, value: Any) -> Any:
         """The loss of the whole batch for the history, from its outputs; updates the metrics that belong to the loss.
@@ -140,17 +129,17 @@ class FitStep:
             layer_losses: The part of the loss that comes from model.losses.
             value: The loss that the micro-batches add up to.
         """
-        if not spec.needs_outputs or spec.measured.is_bound:
+        if not spec.needs_outputs or spec.reductions.is_bound:
             return value
         x, y, sample_weight = batch
         with loss.losses_of(self.model, [layer_losses] if spec.has_layer_losses else []):
             return self.model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
 
-    def measure_eagerly(self, batch: Batch, rows: Rows, values: Any = None) -> Measured:
-        """Measures the loss outside of what fit compiles, without leaving a trace.
+    def infer_eagerly(self, batch: Batch, rows: Rows, values: Any = None) -> Reductions:
+        """Infers what the loss divides by, outside of what fit compiles; restores everything that this changes.
 
         Args:
-            batch: The batch to measure it on.
+            batch: The batch to take samples from.
             rows: `rows(tensor, start, stop)` returns rows of a tensor.
             values: Pairs of variables and values, if the variables do not hold their values themselves.
         """
@@ -159,8 +148,8 @@ class FitStep:
         if values is None:
             values = [(v, v.value) for v in model.trainable_variables]  # or regularizers would find none (Keras 3.15)
         with keras.StatelessScope(values, collect_losses=True):
-            measured, messages = measure(model, batch, self.micro_batch_size, self.call, rows)
+            reductions, messages = infer_reduction(model, batch, self.micro_batch_size, self.call, rows)
             model._clear_losses()
         for message in messages:
             warn(message)
-        return measured
+        return reductions

@@ -1,8 +1,8 @@
-"""fit on the tensorflow backend: the whole step is one graph, the micro-batches are a loop in it.
+"""fit on the tensorflow backend: the whole step is one graph, with a loop over the micro-batches in it.
 
-Under tf.distribute each replica has its own part of the batch, cuts it, and adds up its own gradients. Replicas
-communicate before the first micro-batch, to add up the number of samples and, if masks or sample weights decide how
-much a loss counts, those weights; and after the last, to add up the gradients.
+Under tf.distribute each replica cuts its own part of the batch and adds up its own gradients. Replicas communicate
+twice: before the first micro-batch, to add up the number of samples, and the weights of losses that masks or sample
+weights decide; and after the last, to add up the gradients.
 """
 
 import functools
@@ -26,10 +26,10 @@ from ...tensorflow.batch import (
     take_micro_batch,
 )
 from ...tensorflow.distributed import replicas
-from ...tensorflow.distributed.one_replica import Share, one_replica
+from ...tensorflow.distributed.one_replica import LossContext, one_replica
 from ...tensorflow.internals import outside_of_scopes, without_reduction
 from .. import checks, loss
-from ..loss import Batch, LossSpec, Measured
+from ..loss import Batch, LossSpec, Reductions
 from .step import FitStep
 
 _Body = Callable[[Any, Any], tuple[Any, list[Any]]]
@@ -71,15 +71,15 @@ class BackendStep:
         checks.check_replicas(tf.distribute.get_strategy().num_replicas_in_sync, spec.has_own_loss)
         size = tf.cast(_num_samples(batch), step.dtype)
         (total,) = _sum_over_replicas([size])
-        sums, value, layer_losses, leaves = self._accumulate(spec, batch, total)
+        sums, summed_loss, layer_losses, leaves = self._accumulate(spec, batch, total)
 
         y_pred = spec.rebuild(leaves) if spec.needs_outputs else None
-        whole = step.loss_of_batch(spec, batch, y_pred, layer_losses, value)
-        if spec.is_vector or not replicas.is_shared():
-            value = whole
-        # with several replicas, value is this one's part of the loss of all: the tracker adds up value * samples
-        value *= tf.cast(loss.share(total, size), value.dtype)
-        model._loss_tracker.update_state(value, sample_weight=size)
+        batch_loss = step.loss_of_batch(spec, batch, y_pred, layer_losses, summed_loss)
+        if replicas.is_shared() and not spec.is_vector:
+            batch_loss = summed_loss
+        # on several replicas this is only one part of the loss, and the tracker multiplies each part by size / total
+        batch_loss *= tf.cast(loss.share(total, size), batch_loss.dtype)
+        model._loss_tracker.update_state(batch_loss, sample_weight=size)
         if weights := model.trainable_weights:
             sums = _sum_over_replicas(sums)
             gradients = [None if s is None else tf.cast(s, v.dtype) for s, v in zip(sums, weights, strict=True)]
@@ -92,21 +92,21 @@ class BackendStep:
         return _as_vectors(logs) if self.has_workers else logs
 
     def _accumulate(self, spec: LossSpec, batch: Batch, total: Any) -> tuple[Any, ...]:
-        """Wide sums of this replica's gradients, its loss, what model.losses add to it, and the model's outputs."""
+        """This replica's wide gradient sums, its loss, the part of that from model.losses, and the model's outputs."""
         model, weights = self.model, self.model.trainable_weights
-        shares_of_rows = self._count(spec, batch) if spec.needs_model_for_weights else None
+        term_shares = self._term_shares(spec, batch) if spec.needs_model_for_weights else None
         has_gradient = [False] * len(weights)
 
         def body(micro: Any, carry: Any) -> tuple[Any, list[Any]]:
             sums, value, layer_losses = carry
-            micro_batch, term_shares = micro
+            micro_batch, shares = micro
             sample_share = loss.share(tf.cast(_num_samples(micro_batch), total.dtype), total)
-            term_shares = None if term_shares is None else tf.unstack(term_shares[0])
-            # where a loss is computed there is one replica, or Keras's losses would divide by their number
-            with tf.GradientTape() as tape, one_replica(Share(1.0)):
+            shares = None if shares is None else tf.unstack(shares[0])  # all rows are equal
+            # or Keras's losses would divide by the number of replicas
+            with tf.GradientTape() as tape, one_replica(LossContext(1.0)):
                 y_pred = self.step.call(micro_batch[0])
                 micro_loss, micro_layer_losses = loss.micro_loss(
-                    model, spec, micro_batch, y_pred, model.losses, sample_share, term_shares
+                    model, spec, micro_batch, y_pred, model.losses, sample_share, shares
                 )
                 scaled = self.step.scale(micro_loss)
             gradients = tape.gradient(scaled, weights)
@@ -121,17 +121,14 @@ class BackendStep:
 
         zero = tf.zeros((), total.dtype)
         carry = ([tf.zeros(v.shape, loss.wide(v.dtype)) for v in weights], zero, zero)
-        (sums, value, layer_losses), leaves = self._loop(
-            body, carry, (batch, shares_of_rows), spec.leaves(spec.outputs)
-        )
+        (sums, value, layer_losses), leaves = self._loop(body, carry, (batch, term_shares), spec.leaves(spec.outputs))
         sums = [s if has else None for s, has in zip(sums, has_gradient, strict=True)]
         return sums, value, layer_losses, leaves
 
-    def _count(self, spec: LossSpec, batch: Batch) -> Any:
-        """A row for each sample: what each term of its micro-batch is multiplied by, if masks or weights decide that.
+    def _term_shares(self, spec: LossSpec, batch: Batch) -> Any:
+        """For each sample, the shares of its micro-batch's terms: w_tk / W_t.
 
-        Masks come out of the model, so it runs once more, without gradients; in a graph only what the masks need
-        is left of that.
+        Masks come out of the model, so it runs once more, without gradients. A graph keeps only what masks need.
         """
 
         def body(micro_batch: Batch, total: Any) -> tuple[Any, list[Any]]:
@@ -148,12 +145,13 @@ class BackendStep:
     def _loop(self, body: _Body, carry: Any, batch: Any, outputs: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Runs `body(micro_batch, carry) -> carry, tensors` for each micro-batch, and joins the tensors.
 
-        XLA needs to know all sizes beforehand, so there the shorter last micro-batch comes after the loop.
+        XLA must know all sizes beforehand, so there the shorter last micro-batch comes after the loop.
         """
         layout, micro = Layout(batch), self.step.micro_batch_size
         size = num_samples(layout.tensors)
         is_for_xla = self.model.jit_compile and not self.model.run_eagerly
-        rest, num = 0, -(-size // micro)
+        # TensorFlow joins an empty list only if all other axes are known; else this runs an empty micro-batch
+        rest, num = 0, tf.maximum(-(-size // micro), int(any(None in o.shape[1:] for o in outputs)))
         if is_for_xla:
             micro = tf.minimum(micro, size)
             divisor = tf.maximum(micro, 1)
@@ -188,7 +186,7 @@ class BackendStep:
         return carry, [tf.concat(pair, 0) for pair in zip(joined, tensors, strict=True)]
 
     def _inspect(self, batch: Batch) -> LossSpec:
-        """Traces one micro-batch in a graph that never runs: builds what is not built."""
+        """The spec, from a micro-batch in a graph that never runs. Builds what is not built."""
         found = []
         types = tree.map_structure(lambda leaf: None if leaf is None else any_size(leaf), batch)
 
@@ -215,20 +213,20 @@ class BackendStep:
             again = tf.nest.pack_sequence_as(iterator, elements, expand_composites=True)
         return first[0], (again,)
 
-    def measure_on(self, batch: Batch, *args: Any) -> Measured:
-        """Eagerly, on what the first replica has of the batch."""
+    def infer_reductions(self, batch: Batch, *args: Any) -> Reductions:
+        """Eagerly, on the first replica's part of the batch."""
         batch = tree.map_structure(_without_optional, batch)
         batch = tree.map_structure(_as_tensor, _of_first_replica(self.model.distribute_strategy, batch))
         self.step.spec(batch, lambda: self._inspect(batch))  # builds what is not built
         with outside_of_scopes(), _full_precision():
-            return self.step.measure_eagerly(batch, slice_rows)
+            return self.step.infer_eagerly(batch, slice_rows)
 
     # --- instead of methods of Keras 3.15 that fail under a strategy ------------------------------------------
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Builds the model from its first batch.
 
-        Keras takes the mean of what the replicas have of it, which fails if some have more and some less.
+        Keras takes the mean over the replicas' parts of it, which fails if their sizes differ.
         """
         for _, _, batches in iterator or ():
             data_batch = _of_first_replica(self.strategy, next(batches))
@@ -241,7 +239,7 @@ class BackendStep:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """What a graph can cut; None stays None."""
+    """Arrays become tensors; None stays None."""
     return leaf if leaf is None or is_tensor(leaf) else tf.convert_to_tensor(leaf)
 
 
@@ -260,7 +258,7 @@ def _num_samples(batch: Any) -> Any:
 
 
 def _with_equal_rows(batch: Batch) -> Batch:
-    """The batch; a graph checks sizes that are known only when it runs (XLA leaves that out)."""
+    """The batch, with a check of sizes that are known only when the graph runs. XLA drops the check."""
     size = _num_samples(batch)
 
     def checked(leaf: Any) -> Any:
@@ -282,7 +280,7 @@ def _sum_over_replicas(tensors: list[Any]) -> list[Any]:
 
 
 def _as_vectors(logs: Any) -> Any:
-    """Numbers as vectors of one: over several workers Keras 3.15 takes a mean along the first axis of each log."""
+    """Numbers as vectors of one: with several workers, Keras 3.15 takes the mean over the first axis of each log."""
     return tree.map_structure(lambda value: tf.reshape(value, (1,)), logs)
 
 

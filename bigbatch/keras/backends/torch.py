@@ -13,7 +13,7 @@ from ...torch.batch import cut, map_tensors
 from ...torch.gradients import unalias
 from ...torch.random import random_state_kept
 from .. import checks, loss
-from ..loss import Batch, LossSpec, Measured
+from ..loss import Batch, LossSpec, Reductions
 from .step import FitStep
 
 
@@ -61,7 +61,7 @@ class BackendStep:
                 spec = step.spec(batch, lambda: self._inspect(micro_batch, y_pred, losses))  # noqa: B023
                 term_shares: Any = [None] * len(sizes)
                 if spec.needs_model_for_weights:
-                    term_shares = self._count(spec, micro_batches, sizes)
+                    term_shares = self._term_shares(spec, micro_batches, sizes)
             sample_share = keras.ops.convert_to_tensor(share(num, size), step.dtype)
             micro, micro_layer_losses = loss.micro_loss(
                 model, spec, micro_batch, y_pred, losses, sample_share, term_shares[k]
@@ -76,8 +76,8 @@ class BackendStep:
         with torch.no_grad():
             return step.loss_of_batch(spec, batch, y_pred, layer_losses, value), y_pred
 
-    def _count(self, spec: LossSpec, micro_batches: list[Batch], sizes: list[int]) -> Tensor:
-        """What each term of each micro-batch is multiplied by, where masks or sample weights decide.
+    def _term_shares(self, spec: LossSpec, micro_batches: list[Batch], sizes: list[int]) -> Tensor:
+        """For each micro-batch, the shares of its terms: w_tk / W_t.
 
         Masks come out of the model, so it runs once more, without gradients.
         """
@@ -112,25 +112,25 @@ class BackendStep:
     def first_batch(self, data: Any) -> tuple[Any, tuple[Any]]:
         return data[0], (data,)
 
-    def measure_on(self, batch: Batch, *args: Any) -> Measured:
+    def infer_reductions(self, batch: Batch, *args: Any) -> Reductions:
         model = self.step.model
         modes = [(module, module.training) for module in model.modules()]
         try:
             model.eval()
             with torch.no_grad(), random_state_kept(model):
-                return self.step.measure_eagerly(tree.map_structure(_as_tensor, batch), _rows)
+                return self.step.infer_eagerly(tree.map_structure(_as_tensor, batch), _rows)
         finally:
             for module, training in modes:
                 module.training = training
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """train_on_batch passes arrays on as they are."""
+    """train_on_batch passes arrays, not tensors."""
     return leaf if leaf is None or isinstance(leaf, Tensor) else keras.ops.convert_to_tensor(leaf)
 
 
 def _with_own_weights(batch: Batch) -> Batch:
-    """With a copy of the sample weights, into which Keras multiplies a mask in place (3.15, on torch alone)."""
+    """With a copy of the sample weights: Keras multiplies masks into them in place (3.15, only on torch)."""
     x, y, sample_weight = batch
     return x, y, map_tensors(Tensor.clone, sample_weight)
 

@@ -18,37 +18,37 @@ from ...core.errors import LossError
 from .. import internals
 
 
-class Share:
-    """The share of the whole batch that the loss is being computed of: w / W.
+class LossContext:
+    """What is known while the loss of one micro-batch is computed.
 
     Args:
-        value: The share; None if it is not known.
+        share: This micro-batch's share of the whole batch, w / W; None if it is not known.
     """
 
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-        self.is_used = False
+    def __init__(self, share: Any = None) -> None:
+        self.share = share
+        self.is_share_used = False
 
 
 class _Here(threading.local):
     """The state of this thread. TensorFlow runs each replica on its own thread."""
 
-    share: Share | None = None
+    context: LossContext | None = None
 
 
 _here = _Here()
 _asking: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""The replica contexts in which a loss read the real number of replicas."""
+"""The replica contexts in which a loss has read the real number of replicas."""
 
 
 @contextmanager
-def one_replica(share: Share) -> Iterator[None]:
+def one_replica(context: LossContext) -> Iterator[None]:
     """Inside, on this thread, strategies report one replica."""
-    before, _here.share = _here.share, share
+    before, _here.context = _here.context, context
     try:
         yield
     finally:
-        _here.share = before
+        _here.context = before
 
 
 def check_not_divided() -> None:
@@ -70,7 +70,7 @@ def _note() -> None:
 
 
 def _num_replicas(real: int) -> int:
-    if _here.share is not None:
+    if _here.context is not None:
         return 1
     if real > 1:
         _note()
@@ -81,38 +81,38 @@ def _patched_compute_average_loss(plain: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(plain)
     def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:
         value = plain(per_example_loss, sample_weight, global_batch_size)
-        share = _here.share
+        context = _here.context
         if global_batch_size is None:
             return value
-        if share is None:
+        if context is None:
             if tf.distribute.get_strategy().num_replicas_in_sync > 1:
                 _note()
             return value
-        if share.value is None:
+        if context.share is None:
             raise LossError(
                 "tf.nn.compute_average_loss divides by a global_batch_size, but the loss must be the mean over the "
                 "micro-batch here: leave global_batch_size out"
             )
-        share.is_used = True
-        by = tf.where(_is_of_micro_batch(global_batch_size, per_example_loss), tf.ones([], tf.float64), share.value)
-        return value / tf.cast(by, value.dtype)  # which the accumulator multiplies by
+        context.is_share_used = True
+        by = tf.where(_is_of_micro_batch(global_batch_size, per_example_loss), tf.ones([], tf.float64), context.share)
+        return value / tf.cast(by, value.dtype)  # the accumulator multiplies by it
 
     return compute_average_loss
 
 
 def _is_of_micro_batch(global_batch_size: Any, per_example_loss: Any) -> Any:
-    """Whether this size is not the whole batch's: computed from the micro-batch, times the number of replicas."""
+    """Whether this is the size of the micro-batch, from which the loss computed it, and not of the whole batch."""
     if not tf.executing_eagerly() and tf.get_static_value(global_batch_size) is not None:
         return False
     return tf.equal(tf.cast(global_batch_size, tf.int64), tf.shape(per_example_loss, tf.int64)[0])
 
 
 def _patched_has_strategy(plain: Callable[[], bool]) -> Callable[[], bool]:
-    return functools.wraps(plain)(lambda: _here.share is None and plain())
+    return functools.wraps(plain)(lambda: _here.context is None and plain())
 
 
 internals.replace_num_replicas(_num_replicas)
-internals.trace_apart(lambda: "" if _here.share is None else "one replica")
+internals.trace_apart(lambda: "" if _here.context is None else "one replica")
 internals.replace_public("nn", "compute_average_loss", _patched_compute_average_loss)
-# tf_keras's losses refuse a mean if there is a strategy
+# if there is a strategy, tf_keras's losses refuse to take a mean
 internals.replace_public("distribute", "has_strategy", _patched_has_strategy)

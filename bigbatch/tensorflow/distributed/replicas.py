@@ -1,6 +1,7 @@
 """The replicas of a strategy: what each has of a batch, and what they reduce."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import tensorflow as tf
@@ -21,7 +22,7 @@ def strategy_of(model: Any) -> tf.distribute.Strategy:
 
 
 def as_tf_variable(variable: Any) -> Any:
-    """Keras 3 wraps its variables."""
+    """TensorFlow's variable, which Keras 3 wraps."""
     inner = getattr(variable, "value", None)
     return variable if inner is None or callable(inner) else inner
 
@@ -43,15 +44,15 @@ def is_shared() -> bool:
 def spread(strategy: tf.distribute.Strategy, batch: Any) -> Layout:
     """The layout of a batch, with a part of each tensor for each replica if there are several.
 
-    A distributed dataset hands over such parts. Plain tensors are cut: replicas get their rows one after the other, and
-    the last may get fewer or none.
+    A distributed dataset already has such parts. Plain tensors are cut in order; the last replicas may get fewer rows,
+    or none.
     """
     num_replicas = strategy.num_replicas_in_sync
     is_one = num_replicas == 1
-    is_spread = not is_one and any(map(_is_of_replicas, tf.nest.flatten(batch)))
+    is_spread = not is_one and any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(batch))
     layout, *layout.others = map(Layout, _parts(strategy, batch) if is_spread else [batch])
     size = sum(map(batch_size, (layout, *layout.others)))
-    # other workers may have samples even if this one has none
+    # if this worker has no sample, others may have some
     if size == 0 and not is_spread and (is_one or len(strategy.extended.worker_devices) == num_replicas):
         raise BatchError(f"tensor {layout.places[0]} has 0 samples: leave empty batches out of the stream")
     if is_spread:
@@ -62,42 +63,33 @@ def spread(strategy: tf.distribute.Strategy, batch: Any) -> Layout:
     return layout
 
 
-def _is_of_replicas(leaf: Any) -> bool:
-    return isinstance(leaf, tf.distribute.DistributedValues)
-
-
 def _parts(strategy: tf.distribute.Strategy, batch: Any) -> list[Any]:
-    """What each replica of this process has of a batch; other values go to all of them."""
+    """Each replica's part of a batch, in this process. Values that are not distributed go to all replicas."""
 
-    def of_replica(leaf: Any, place: int) -> Any:
-        return strategy.experimental_local_results(leaf)[place] if _is_of_replicas(leaf) else leaf
+    def of_each(leaf: Any) -> Sequence[Any]:
+        is_distributed = isinstance(leaf, tf.distribute.DistributedValues)
+        return strategy.experimental_local_results(leaf) if is_distributed else [leaf] * num
 
     num = len(strategy.extended.worker_devices)
-    return [tf.nest.map_structure(lambda leaf, place=place: of_replica(leaf, place), batch) for place in range(num)]
+    return [tf.nest.pack_sequence_as(batch, part) for part in zip(*map(of_each, tf.nest.flatten(batch)), strict=True)]
 
 
 def _cut(strategy: tf.distribute.Strategy, tensor: Any, size: int) -> Any:
     num = len(strategy.extended.worker_devices)
-    each = -(-size // num)
-    starts = iter(min(place * each, size) for place in range(num))
+    ends = [min(-(-size // num) * place, size) for place in range(num + 1)]
+    return _distributed(strategy, [slice_rows(tensor, start, stop) for start, stop in pairwise(ends)])
 
-    def rows(_: Any) -> Any:
-        start = next(starts)
-        return slice_rows(tensor, start, min(start + each, size))
 
-    return strategy.experimental_distribute_values_from_function(rows)
+def _distributed(strategy: tf.distribute.Strategy, parts: list[Any]) -> Any:
+    each = iter(parts)
+    return strategy.experimental_distribute_values_from_function(lambda _: next(each))
 
 
 # --- weights and gradients -----------------------------------------------------------------------------------
 
 
 def total(strategy: tf.distribute.Strategy, weights: Sequence[Any]) -> tf.Tensor:
-    """The total weight of a window, term by term: of all its micro-batches, and of all replicas.
-
-    Args:
-        strategy: The strategy.
-        weights: For each micro-batch, a tensor per replica.
-    """
+    """The total weight of a window over all replicas, term by term. Each weight is a tensor per replica."""
     local = [strategy.experimental_local_results(weight) for weight in weights]
     num_terms = local[0][0].shape[0]
     for number, (first, *_) in enumerate(local, 1):
@@ -109,15 +101,13 @@ def total(strategy: tf.distribute.Strategy, weights: Sequence[Any]) -> tf.Tensor
     own = [tf.add_n(each) for each in zip(*local, strict=True)]
     if strategy.num_replicas_in_sync == 1:
         return own[0]
-    each = iter(own)
-    values = strategy.experimental_distribute_values_from_function(lambda _: next(each))
-    return strategy.reduce(tf.distribute.ReduceOp.SUM, values, axis=None)
+    return strategy.reduce(tf.distribute.ReduceOp.SUM, _distributed(strategy, own), axis=None)
 
 
 def reduce(sums: Sequence[Gradient], others: list[tf.Tensor]) -> tuple[list[Gradient], list[tf.Tensor]]:
     """On a replica: adds up gradients and other tensors over all replicas, with one call for each dtype of gradients.
 
-    A call takes one dtype only, so the others travel in the widest that gradients have.
+    A call takes one dtype only, so the others are cast to the widest dtype of the gradients.
     """
     present = [k for k, g in enumerate(sums) if g is not None]
     dtypes = sorted({sums[k].dtype for k in present}, key=lambda dtype: dtype.size) or [WEIGHT]

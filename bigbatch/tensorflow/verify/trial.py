@@ -1,4 +1,4 @@
-"""A copy of the user's model, a batch, and several ways to compute its gradient."""
+"""A copy of the user's model, a batch, and the ways to compute its gradient."""
 
 import warnings
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ from ...core.window import Window, cuts
 from ..accumulator import Accumulator
 from ..backward import Loss, Weight
 from ..batch import Layout, batch_size, slice_rows
-from ..distributed.one_replica import Share, one_replica
+from ..distributed.one_replica import LossContext, one_replica
 from ..distributed.replicas import as_tf_variable
 from ..gradients import dense
 from ..internals import outside_of_scopes
@@ -27,14 +27,7 @@ from ..layers import batch_norms, dropout_off, dropouts, with_value
 class Trial(trial.Trial):
     """What core/verify/compare.py needs. Dropout is switched off for the comparison, and a note says so.
 
-    Args:
-        model: The model; all its variables are put back at the end.
-        batch: The whole batch.
-        loss: `loss(model, micro_batch)`.
-        micro_batch_size: Where the batch is cut.
-        weight: `weight(micro_batch)`; None if samples count.
-        reduction: "mean" or "sum".
-        strategy: The strategy of the model.
+    All variables of the model are restored at the end.
     """
 
     def __init__(
@@ -47,10 +40,7 @@ class Trial(trial.Trial):
         reduction: Reduction,
         strategy: tf.distribute.Strategy,
     ) -> None:
-        self.model = model
-        self.strategy = strategy
-        self.loss = loss
-        self.weight = weight
+        self.model, self.strategy, self.loss, self.weight = model, strategy, loss, weight
         self.reduction: Reduction = reduction
         self.layout = layout = Layout(batch)
         self.batch = layout.pack(layout.tensors)
@@ -71,7 +61,7 @@ class Trial(trial.Trial):
         tf.config.run_functions_eagerly(True)  # the optimizer reads the values
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", BigBatchWarning)  # it will be reported as a cause
+                warnings.simplefilter("ignore", BigBatchWarning)  # reported as a cause
                 options: dict[str, Any] = {"weight": self.weight, "reduction": self.reduction}
                 with self.strategy.scope():
                     optimizer = _recorder()
@@ -103,17 +93,17 @@ class Trial(trial.Trial):
         weights = as_terms(self.weight(batch))
         return tuple(float(tf.reduce_sum(tf.cast(w, tf.float64))) for w in weights)
 
-    def _share_of(self, batch: Any) -> Share:
-        """The share of the whole batch, for a loss that divides by the size of the whole batch."""
+    def _context_of(self, batch: Any) -> LossContext:
+        """With this part's share of the whole batch, for a loss that divides by the size of the whole batch."""
         by_term = shares(self._weight_of(batch), self._weight_of(self.batch), self.reduction)
-        return Share(by_term[0] if len(by_term) == 1 else None)
+        return LossContext(by_term[0] if len(by_term) == 1 else None)
 
     def notes(self) -> list[str]:
         if not self._dropouts:
             return []
         return [
             f"dropout ({', '.join(self._dropouts)}) was switched off for the comparison; in training each micro-batch "
-            "draws masks of its own, which is as good a draw as the full batch's but not the same"
+            "draws its own masks, which are as random as the full batch's but not the same"
         ]
 
     def layer_causes(self) -> list[str]:
@@ -131,9 +121,9 @@ class Trial(trial.Trial):
         """The gradient of a part of the batch, with the loss computed as the accumulator does."""
         self._restore()
         named = self._named()
-        share = self._share_of(batch)
+        context = self._context_of(batch)
         with outside_of_scopes():  # on one device
-            with tf.GradientTape() as tape, one_replica(share):
+            with tf.GradientTape() as tape, one_replica(context):
                 terms = as_terms(self._loss(self.model, batch))
                 total = tf.add_n([tf.reshape(t, []) for t in terms]) if term is None else tf.reshape(terms[term], [])
             self.epsilon = max(self.epsilon, _epsilon_of(total.dtype))
@@ -145,7 +135,7 @@ class Trial(trial.Trial):
         return [(getattr(v, "path", v.name), v) for v in self.model.trainable_variables]
 
     def _restore(self) -> None:
-        """Puts back moving statistics and random seeds, which change with every pass."""
+        """Restores moving statistics and random seeds, which change with every pass."""
         for variable, value in self._held:
             variable.assign(value)
 
@@ -157,7 +147,7 @@ def _epsilon_of(dtype: Any) -> float:
 
 
 def _recorder() -> Any:
-    """An optimizer that changes nothing and keeps the gradients it is given."""
+    """An optimizer that changes nothing and keeps the gradients that it is given."""
     import keras
 
     class Recorder(keras.optimizers.SGD):
@@ -168,13 +158,8 @@ def _recorder() -> Any:
 
 
 def wide_copy(model: Any, dtype: str) -> Any:
-    """A copy in another dtype, where the model can be rebuilt from its configuration; else the model itself."""
+    """A copy in another dtype if the model can be rebuilt from its configuration; else the model itself."""
     import keras
-
-    if not isinstance(model, keras.Sequential | keras.models.Model) or not (
-        isinstance(model, keras.Sequential) or hasattr(model, "_functional") or type(model).__name__ == "Functional"
-    ):
-        return model
 
     def rebuilt(layer: Any) -> Any:
         return type(layer).from_config({**layer.get_config(), "dtype": dtype})

@@ -40,15 +40,15 @@ def verify(
 
     Args:
         model: The model. A Sequential or Functional model is copied into `dtype`. One that cannot be rebuilt from its
-            configuration is compared in its own dtype, and all its variables are put back.
+            configuration is compared in its own dtype, and all its variables are restored.
         batch: A batch that fits into memory.
         loss: `loss(model, micro_batch)`, as for Accumulator.
         micro_batch_size: How many samples a micro-batch has.
         weight: `weight(micro_batch)`, as for Accumulator.
         reduction: "mean" or "sum", as for Accumulator.
-        tolerance: The largest relative error that counts as the same. None: 1e-9 in float64; in float32 it follows from
+        tolerance: The largest relative error that counts as the same. None: 1e-9 in float64; in float32 it depends on
             the size of the sums.
-        dtype: What the copy of the model computes in.
+        dtype: The dtype that the copy of the model computes in.
     """
     micro_batch_size = positive("micro_batch_size", micro_batch_size)
     strategy = replicas.strategy_of(model)

@@ -1,4 +1,4 @@
-"""Measures how a loss counts, on a few samples of the first batch: whole and cut.
+"""Infers what a loss divides by, from its values on a few samples of the first batch: whole and cut.
 
 bigbatch cannot see what a loss function, a `compute_loss` or an `add_loss` divides by. So before the first step the
 model runs forward on a few samples, and each term of its loss is compared with the weighted sum of its values on cuts:
@@ -6,10 +6,10 @@ model runs forward on a few samples, and each term of its loss is compared with 
     loss(whole) == sum over cuts of (n_k / N) ** exponent * loss(cut k)        for an exponent of 1, 0 or 2
 
 A mean over the samples has the exponent 1, a sum 0, and a mean that is divided by their number again 2. A loss may also
-be a mean by the sample weights. The first that fits is used. If none fits, a warning gives both numbers.
+be a mean by sample weights. The first exponent that fits is used. If none fits, a warning gives both numbers.
 
 The model runs with training=False, so dropout and BatchNormalization do not interfere, and in a stateless scope, so
-nothing that it assigns is kept. What it adds to the loss is measured with training=True if that makes a difference.
+what it assigns is dropped. What it adds to the loss is measured with training=True if that makes a difference.
 """
 
 import itertools
@@ -27,24 +27,24 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from ..core.errors import BatchError, BigBatchError
 from ..core.weight import counted, share
 from . import checks, loss
-from .loss import Batch, Kind, Measured, Term
+from .loss import Batch, Kind, Reductions, Term
 
 Rows = Callable[[Any, int, int], Any]
 
 _EXPONENTS = (1, 0, 2)
 _MAX_SAMPLES = 32
 _SAME = 1e-6
-"""Two values of a loss that is not random are closer than this."""
+"""Two values of a loss that is not random differ by less than this."""
 
 
-def measure(
+def infer_reduction(
     model: Any, batch: Batch, micro_batch_size: int, run: Callable[..., Any], rows: Rows
-) -> tuple[Measured, list[str]]:
-    """How the loss counts, and warnings about the terms that cannot be cut. If the model raises, that is a warning too.
+) -> tuple[Reductions, list[str]]:
+    """What each term divides by, and warnings about terms that cannot be cut. If the model raises, that is one too.
 
     Args:
         model: The compiled model.
-        batch: The batch to take samples from: 32 at most, and no more than a micro-batch has.
+        batch: The batch to take samples from: at most 32, and no more than a micro-batch has.
         micro_batch_size: The number of samples in a micro-batch.
         run: `run(x, training=…)` returns the outputs of the model.
         rows: `rows(tensor, start, stop)` returns rows of a tensor.
@@ -52,25 +52,25 @@ def measure(
     size = checks.batch_size(batch, may_be_empty=True)
     num = min(size, max(2, min(micro_batch_size, _MAX_SAMPLES)))
     if num < 2:
-        return Measured(), []
-    measurement = _Measurement(model, _spread(batch, size, num), num, run, rows)
-    measured = Measured()
+        return Reductions(), []
+    inference = _Inference(model, _spread(batch, size, num), num, run, rows)
+    reductions = Reductions()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the step itself warns
-            measured = measurement.result()
+            reductions = inference.result()
     except BigBatchError:
         raise
     except Exception as error:
-        measurement.messages.append(
-            f"the loss could not be measured on {num} samples ({type(error).__name__}: {error}), so it is taken for a "
-            "mean over samples, or for what its reduction says: check with verify() whether it is"
+        inference.messages.append(
+            f"the loss could not be measured on {num} samples ({type(error).__name__}: {error}), so bigbatch "
+            "assumes what its reduction says, or a mean over samples: check with verify()"
         )
-    return measured, measurement.messages
+    return reductions, inference.messages
 
 
 class _Guess(NamedTuple):
-    """A kind that a loss may be, and what that makes of its values."""
+    """A kind that a loss may have, and the values that should then add up."""
 
     kind: Any
     """A Kind, or only its exponent."""
@@ -89,8 +89,8 @@ class _Forward(NamedTuple):
     num: int
 
 
-class _Measurement:
-    """See `measure`. `batch` has `num` samples, or more of which the first are used."""
+class _Inference:
+    """See `infer_reduction`. Uses the first `num` samples of `batch`."""
 
     def __init__(self, model: Any, batch: Batch, num: int, run: Callable[..., Any], rows: Rows) -> None:
         self.model = model
@@ -102,19 +102,17 @@ class _Measurement:
         self.rounding = _rounding(*(layer.compute_dtype for layer in model._flatten_layers()))
         self.messages: list[str] = []
 
-    def result(self) -> Measured:
-        """How the loss counts; adds messages about terms that are not a mean, a sum or a mean by weights."""
+    def result(self) -> Reductions:
         self.whole, *cuts = self.forwards()
         if not self.are_outputs_independent(cuts):
-            return Measured()
+            return Reductions()
         layer_exponents = self.layer_exponents(cuts)
         cuts = [*_with_outputs_of(self.whole, cuts)]
         if loss.has_own_loss(self.model):
             return self.own_loss(cuts, layer_exponents)
-        return Measured(self.kinds(cuts), layer_exponents=layer_exponents)
+        return Reductions(self.kinds(cuts), layer_exponents=layer_exponents)
 
     def forwards(self, *, training: bool = False) -> list[_Forward]:
-        """Of the whole and of each cut."""
         return [self.forward(*cut, training=training) for cut in self.cuts]
 
     def forward(self, start: int, stop: int, *, training: bool = False) -> _Forward:
@@ -129,7 +127,6 @@ class _Measurement:
         return self.forward(*self.cuts[0], training=training)
 
     def are_outputs_independent(self, cuts: list[_Forward]) -> bool:
-        """Whether the outputs for the cuts are those for the whole."""
         again = None
         pieces_of = zip(*(loss.tensors_of(cut.y_pred) for cut in cuts), strict=True)
         for i, (tensor, pieces) in enumerate(zip(loss.tensors_of(self.whole.y_pred), pieces_of, strict=True)):
@@ -160,7 +157,7 @@ class _Measurement:
     # --- the terms of a loss ----------------------------------------------------------------------------------
 
     def kinds(self, cuts: list[_Forward]) -> dict[int, Kind]:
-        """Of the losses that compile() was given, as far as it can be told."""
+        """The kinds of the losses that compile() was given, where they can be told."""
         of_each = [loss.terms(self.model, each.batch, each.y_pred) for each in (self.whole, *cuts)]
         found = {i: self.kind(whole, parts, cuts) for i, (whole, *parts) in enumerate(zip(*of_each, strict=True))}
         return {i: kind for i, kind in found.items() if kind is not None}
@@ -187,15 +184,10 @@ class _Measurement:
             choices.append(Kind(weight_from="sample_weight"))
         dtypes = [tensor.dtype for tensor in loss.tensors_of(whole.y_pred)] if is_opaque else [whole.loss.dtype]
         kind: Kind | None = self.first_that_fits(name, map(guess, choices), value, _rounding(*dtypes))
-        if kind is not None and kind.exponent == 1 and loss.is_one_number(whole):
-            self.messages.append(
-                f"{name} returns one number for all samples, which is taken to be their mean: return one number for "
-                "each sample, and Keras takes the mean"
-            )
         return kind
 
     def layer_exponents(self, cuts: list[_Forward]) -> tuple[int, ...]:
-        """Of each of model.losses."""
+        """The exponent of each of model.losses."""
         whole = self.whole
         if training := self.is_training_different(whole.losses):
             whole, *cuts = self.forwards(training=True)
@@ -218,15 +210,15 @@ class _Measurement:
     def is_training_different(self, losses: list[Any]) -> bool:
         """Whether training=True changes model.losses, and not by chance.
 
-        Not with BatchNormalization, about which the step warns: it would couple the samples here too.
+        False with BatchNormalization, which would couple the samples here too. The step warns of it.
         """
         if checks.batch_norms(self.model):
             return False
         trained = self.again(training=True).losses
         return not _is_same(losses, trained) and _is_same(trained, self.again(training=True).losses)
 
-    def own_loss(self, cuts: list[_Forward], layer_exponents: tuple[int, ...]) -> Measured:
-        """Of the model's own compute_loss, without the losses that layers add."""
+    def own_loss(self, cuts: list[_Forward], layer_exponents: tuple[int, ...]) -> Reductions:
+        """The exponent of the model's own compute_loss, without the losses that layers add."""
 
         def value(forward: _Forward, called: _Forward | None = None) -> float:
             self.run((called or forward).batch[0], training=False)  # it may use what call() leaves on the model
@@ -240,7 +232,7 @@ class _Measurement:
 
         def is_bound() -> bool:
             if abs(value(self.whole) - whole) > _SAME * abs(whole):
-                return False  # it is random, so nothing can be said
+                return False  # it is random, so this cannot be told
             try:
                 return abs(value(self.whole, cuts[0]) - whole) > self.rounding * abs(whole)
             except Exception:  # shapes that do not fit, say
@@ -248,21 +240,21 @@ class _Measurement:
 
         whole = value(self.whole)
         exponent = self.exponent("compute_loss", whole, [*map(value, cuts)], cuts, lambda: value(self.whole))
-        measured = Measured({}, exponent, layer_exponents, is_bound())
-        if measured.is_bound and (metrics := [metric.name for metric in self.model._metrics]):
+        reductions = Reductions({}, exponent, layer_exponents, is_bound())
+        if reductions.is_bound and (metrics := [metric.name for metric in self.model._metrics]):
             stay = "stays as it is" if len(metrics) == 1 else "stay as they are"
             self.messages.append(
-                "compute_loss uses what call() left on the model, which is of one micro-batch, so the metric "
+                "compute_loss uses what call() left on the model, which belongs to one micro-batch, so the metric "
                 f"{', '.join(metrics)} {stay}: return it from call() as an output"
             )
-        return measured
+        return reductions
 
     # --- what fits --------------------------------------------------------------------------------------------
 
     def exponent(
         self, name: str, whole: float, values: list[float], cuts: list[_Forward], again: Callable[[], float]
     ) -> int:
-        """Of a loss that is a mean or a sum over samples; 1 if it is neither."""
+        """The exponent of a loss that is a mean or a sum over samples; 1 if it is neither."""
         shares = [share(cut.num, self.whole.num) for cut in cuts]
         guesses = (
             _Guess(p, whole, [counted(v, loss.share_of(s, p)) for v, s in zip(values, shares, strict=True)])
@@ -313,7 +305,7 @@ def _masked_rows(tensor: Any, start: int, stop: int) -> Any:
 
 
 def _spread(batch: Batch, size: int, num: int) -> Batch:
-    """`num` samples from all over the batch, since the first may be all alike; not if it is ragged or sparse."""
+    """`num` samples from all over the batch, since the first may be alike; all of them if it is ragged or sparse."""
     if any(_is_ragged(leaf) or hasattr(leaf, "dense_shape") for leaf in filter(_has_rows, tree.flatten(batch))):
         return batch
     places = [k * size // num for k in range(num)]
@@ -321,7 +313,7 @@ def _spread(batch: Batch, size: int, num: int) -> Batch:
 
 
 def _changes_variables(evaluate: Callable[[], Any]) -> bool:
-    """Whether it assigns to variables of Keras other than seeds of random generators, which are integers."""
+    """Whether it assigns to Keras variables other than seeds of random generators, which are integers."""
     held = get_stateless_scope().state_mapping
     before = dict(held)
     evaluate()
@@ -332,7 +324,6 @@ def _changes_variables(evaluate: Callable[[], Any]) -> bool:
 
 
 def _is_same(left: list[Any], right: list[Any]) -> bool:
-    """Whether these losses are equal, to rounding."""
     pairs = zip(map(_number, left), map(_number, right), strict=False)
     return len(left) == len(right) and all(math.isclose(*pair, rel_tol=_SAME) for pair in pairs)
 
@@ -365,9 +356,6 @@ def _numbers(tensor: Any) -> Any:
 
 
 def _rounding(*dtypes: Any) -> float:
-    """How much rounding may change a loss in the coarsest of these dtypes.
-
-    Keras 3.15 rounds some losses in float64 to float32.
-    """
+    """How much rounding may change a loss in the coarsest of these dtypes. Keras 3.15 rounds some float64 losses."""
     names = {keras.backend.standardize_dtype(dtype) for dtype in dtypes}
     return 5e-2 if names & {"float16", "bfloat16"} else 1e-6 if names == {"float64"} else 1e-5

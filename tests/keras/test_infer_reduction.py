@@ -1,4 +1,4 @@
-"""How a loss counts is measured before the first step: what can be made right is, what cannot is told in numbers."""
+"""What a loss divides by is inferred before the first step. What does not fit is a warning with numbers."""
 
 import warnings
 from collections.abc import Callable
