@@ -176,7 +176,7 @@ def train(
 ) -> int | None:
     """Train a task in micro-batches, compare it with the full batch, and write a run folder."""
     from .run.display import Screen
-    from .run.folder import CONFIG
+    from .run.folder import CONFIG, RunFolder
     from .run.train import train as run_training
 
     if resume is not None and (out is not None or config is not None):
@@ -186,6 +186,7 @@ def train(
     framework = flags.pop("framework")
     file = read_toml(config) if config is not None else {}
     if resume is not None:
+        RunFolder(resume).check_own()
         file = read_toml(resume / CONFIG, "pass --resume the folder of a run")
         check_same_data(flags, file)
     out = out or (Path(file.pop("out")) if "out" in file else None)

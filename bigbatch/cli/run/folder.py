@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save
 
 from ...core.checkpoint.files import check_own, open_own, read_plain, remove, remove_unfinished, write_whole
 from ...core.checkpoint.store import LOCK
-from ...core.errors import OptionError, StateError
+from ...core.errors import OptionError
 from ...core.json_values import json_line, to_json
 from ..config import Config
 from ..summary import Record, Summary
@@ -63,8 +63,6 @@ class RunFolder:
             check_own(self.path / name)
         for name in (CHECKPOINTS, FULL_BATCH):
             check_own(self.path / name, is_folder=True)
-        if not (self.path / CONFIG).exists():
-            raise StateError(f"{self.path} has no {CONFIG}: pass --resume the folder of a run")
 
     def write(self, name: str, text: str) -> None:
         """Writes a text file."""

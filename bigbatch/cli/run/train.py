@@ -209,9 +209,7 @@ def train(
 ) -> tuple[Summary | None, int]:
     """Trains, compares and reports. Returns the summary, which only rank 0 has, and the exit code."""
     folder = RunFolder(out) if ranks.is_first else ReadOnlyFolder(out)
-    if is_resumed:
-        folder.check_own()
-    else:
+    if not is_resumed:
         folder.check_new()
     training = _Training(task, config, folder, screen, ranks)
     with training.checkpoints:  # no other process may train in the folder while this one writes and compares

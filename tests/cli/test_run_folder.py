@@ -1,0 +1,214 @@
+"""The run folder: nothing of the user's is overwritten, and no link in it is followed."""
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.crash.process import num_lines, start
+
+from .command import environment, history_of, run, summary_of, train, write_task
+from .test_refusals import assert_refused
+
+FILES = ("config.toml", "history.jsonl", "times.jsonl", "summary.json", "report.html", "model.safetensors")
+FOLDERS = ("checkpoints", "full_batch")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def run_of_6(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "run"
+    train(task, folder, "--steps", 6, "--no-compare", "--checkpoint-every", 3)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Everything under a folder: what each name is, and the bytes of files."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.is_file() and path.read_bytes()
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.parametrize("name", [*FILES, "notes.txt"])
+def test_a_folder_with_something_else_in_it(name: str, task: Path, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine")
+    assert_refused(run("train", task, "--out", tmp_path, "--steps", 2), str(tmp_path), "pass another --out")
+    assert contents(tmp_path) == {name: b"mine"}
+
+
+def test_an_empty_folder_and_a_file(task: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    train(task, tmp_path / "empty", "--steps", 2, "--no-compare")
+    (tmp_path / "file").write_text("mine")
+    assert_refused(run("train", task, "--out", tmp_path / "file"), "is not a folder: pass another --out")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def names_of_ours(folder: Path) -> list[str]:
+    """Every name that a run writes, in the run folder and in its checkpoints."""
+    inside = [f"checkpoints/{path.name}" for path in (folder / "checkpoints").iterdir()]
+    newest = max((folder / "checkpoints").glob("0*"))
+    return [*FILES, *FOLDERS, *inside, *(str(path.relative_to(folder)) for path in newest.iterdir())]
+
+
+def test_no_link_is_followed(run_of_6: Path, task: Path, tmp_path: Path) -> None:
+    """A link at every name that a run writes, to a file or to a folder, which is there or not."""
+    tried = 0
+    for name in names_of_ours(run_of_6):
+        for target in ("file", "folder", "nothing"):
+            place = tmp_path / f"{name.replace('/', '-')}-{target}"
+            victim, folder = place / "victim", place / "run"
+            (victim / "folder").mkdir(parents=True)
+            (victim / "file").write_text("mine")
+            (victim / "folder" / "photo.jpg").write_text("mine")
+            shutil.copytree(run_of_6, folder)
+            ours = folder / name
+            shutil.rmtree(ours) if ours.is_dir() else ours.unlink(missing_ok=True)
+            ours.symlink_to(victim / target)
+            before = contents(victim)
+            done = run("train", task, "--resume", folder, "--steps", 8, "--no-compare")
+            assert contents(victim) == before, (name, target, done.stderr)
+            assert "Traceback" not in done.stderr, (name, target, done.stderr)
+            if name in (*FILES, *FOLDERS, "checkpoints/lock"):
+                assert done.returncode == 2, (name, target, done.stderr)
+                assert f"{ours} is a link" in " ".join(done.stderr.split())
+            tried += 1
+    assert tried == 3 * len(names_of_ours(run_of_6)) >= 40
+
+
+@pytest.mark.parametrize(
+    "name", ["history.jsonl.part", "config.toml.part", "checkpoints/000003.part", "times.jsonl.part"]
+)
+def test_names_that_could_be_foreseen(name: str, run_of_6: Path, task: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_of_6, tmp_path / "run")
+    (tmp_path / "run" / name).symlink_to(tmp_path / "target")
+    assert run("train", task, "--resume", tmp_path / "run", "--steps", 8, "--no-compare").returncode == 0
+    assert not (tmp_path / "target").exists()
+    assert len(history_of(tmp_path / "run")) == 8
+
+
+def test_a_second_start_in_the_same_folder(task: Path, tmp_path: Path) -> None:
+    """It is refused before it writes anything: the first, killed and continued, keeps its own options."""
+    slow = write_task(tmp_path, "\nquick = loss\ndef loss(model, batch):\n    import time\n    time.sleep(0.05)\n"
+                      "    return quick(model, batch)\n", "slow")  # fmt: skip
+    out = tmp_path / "run"
+    process = start(["train", slow, "--out", out, "--steps", 2000, "--no-compare"], tmp_path / "log.txt")
+    try:
+        deadline = time.monotonic() + 60
+        while num_lines(out / "history.jsonl") < 2:
+            assert time.monotonic() < deadline, (tmp_path / "log.txt").read_text()
+            time.sleep(0.01)
+        before = (out / "config.toml").read_bytes()
+        assert_refused(run("train", slow, "--out", out, "--lr", 9), "has a run already")
+        assert_refused(run("train", slow, "--resume", out, "--lr", 9), "is in use by another process")
+        assert (out / "config.toml").read_bytes() == before
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_refused_resume_leaves_the_options(run_of_6: Path, task: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_of_6, tmp_path / "run")
+    before = (tmp_path / "run" / "config.toml").read_bytes()
+    fails = write_task(tmp_path, "\ndef loss(model, batch):\n    raise ValueError('not today')\n", "tiny")
+    assert run("train", fails, "--resume", tmp_path / "run", "--steps", 9, "--lr", 3).returncode == 3
+    assert (tmp_path / "run" / "config.toml").read_bytes() == before
+    train_on = run("train", task, "--resume", tmp_path / "run", "--steps", 9, "--no-compare")
+    assert train_on.returncode == 0, train_on.stderr
+
+
+def test_a_history_that_was_cut_off(run_of_6: Path, task: Path, tmp_path: Path) -> None:
+    """The checkpoint has its own."""
+    shutil.copytree(run_of_6, tmp_path / "run")
+    history = tmp_path / "run" / "history.jsonl"
+    whole = history.read_bytes()
+    history.write_bytes(whole[:100])
+    assert run("train", task, "--resume", tmp_path / "run", "--steps", 8, "--no-compare").returncode == 0
+    assert history.read_bytes().startswith(whole.replace(b'"ends_epoch": true', b'"ends_epoch": true'))
+    assert len(history_of(tmp_path / "run")) == 8
+
+
+def test_another_task_of_the_same_shapes(run_of_6: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_of_6, tmp_path / "run")
+    other = write_task(tmp_path, name="other")
+    before = contents(tmp_path / "run")
+    done = run("train", other, "--resume", tmp_path / "run", "--steps", 8)
+    assert_refused(done, "the run is of the task tiny for torch, and not of other for torch")
+    assert contents(tmp_path / "run") == before
+
+
+def test_the_last_checkpoint_cannot_be_written(tmp_path: Path) -> None:
+    """All that can be written is, and the message says what is missing."""
+    code = """
+import pathlib, shutil, sys
+kept = loss
+num = 0
+def loss(model, batch):
+    global num
+    num += 1
+    if num == 31:
+        folder = pathlib.Path(sys.argv[sys.argv.index("--out") + 1]) / "checkpoints"
+        shutil.rmtree(folder)
+        folder.write_text("in the way")
+    return kept(model, batch)
+"""
+    task = write_task(tmp_path, code)
+    done = run("train", task, "--out", tmp_path / "run", "--steps", 6, "--no-compare", "--batch-size", 16)
+    assert_refused(done, "the last checkpoint is missing", str(tmp_path / "run" / "model.safetensors"), code=4)
+    assert summary_of(tmp_path / "run")["num_steps"] == 6
+    assert all((tmp_path / "run" / name).is_file() for name in FILES)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_reader_that_goes_away(stream: str, tmp_path: Path) -> None:
+    code = "\nkept = loss\ndef loss(model, batch):\n    print('x' * 10_000)\n    return kept(model, batch)\n"
+    task = write_task(tmp_path, code)
+    read, write = os.pipe()
+    os.close(read)
+    given = ["train", task, "--out", tmp_path / "run", "--steps", 20, "--no-compare"]
+    from .command import BIGBATCH
+
+    others = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: write}
+    done = subprocess.run([BIGBATCH, *map(str, given)], env=environment(), timeout=120, check=False, **others)
+    os.close(write)
+    assert summary_of(tmp_path / "run")["status"] == "finished"
+    assert len(history_of(tmp_path / "run")) == 20
+    assert done.returncode == 0
+
+
+def test_names_are_shown_as_text(tmp_path: Path) -> None:
+    """Markup of rich, and escape sequences that a terminal would obey."""
+    code = "\ndef evaluate(model):\n    return {'f1[macro]': 1.0, '[/b]': 2.0, 'a\\x1b[31mred': 3.0}\n"
+    task = write_task(tmp_path, code)
+    done = run("train", task, "--out", tmp_path / "run", "--steps", 2, "--no-compare")
+    assert done.returncode == 0, done.stderr
+    assert "f1[macro]" in done.stderr.lower()
+    assert "[/b]" in done.stderr.lower()
+    assert "\x1b[31m" not in done.stderr
+    assert "\\x1b[31mred" in done.stderr
+
+
+def test_files_of_the_current_folder_are_not_imported(tmp_path: Path) -> None:
+    task = write_task(tmp_path)
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("typer", "rich", "numpy", "torch", "json"):
+        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w'); raise SystemExit(9)")
+    from .command import BIGBATCH
+
+    for given in (["train", task, "--out", tmp_path / "run", "--steps", 2], ["doctor"]):
+        done = subprocess.run(
+            [BIGBATCH, *map(str, given)], cwd=here, env=environment(), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert not (tmp_path / "imported").exists()
+    assert summary_of(tmp_path / "run")["full_batch"]["status"] == "finished"
