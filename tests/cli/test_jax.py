@@ -158,11 +158,11 @@ def test_non_finite_steps_end_the_run_as_asked(tmp_path: Path) -> None:
     train(task, out, "--no-compare", "--steps", 20)
     done = run("train", task, "--resume", out, "--steps", 40)
     assert done.returncode == 2, done.stderr
-    assert "the last 32 steps were skipped; it began in step 2, where the loss was not finite" in done.stderr
+    assert "the last 32 steps were skipped, starting at step 2, where the loss was not finite" in done.stderr
     assert len(history_of(out)) == 32
     done = run("train", task, "--out", tmp_path / "raised", "--on-nonfinite", "raise")
     assert done.returncode == 2, done.stderr
-    assert "the loss is not finite in step 2, which was not made" in done.stderr
+    assert "the loss is not finite in step 2, so it was not taken" in done.stderr
     done = run("train", task, "--out", tmp_path / "stopped", "--on-nonfinite", "stop")
     assert done.returncode == 5, done.stderr
     assert [step["is_applied"] for step in history_of(tmp_path / "stopped")] == [True, False]
