@@ -22,6 +22,7 @@ from ..core.json_values import json_line
 from . import errors
 from .config import FLAGS, VERIFY_FLAGS, check_same_data, merged, read_toml
 from .errors import TaskRaisedError
+from .names import check_name, shown
 from .run.ranks import here, launch_of
 from .task import load_task
 
@@ -38,7 +39,12 @@ def run() -> None:
     """Runs the command. Every failure becomes a sentence and an exit code."""
     warnings.showwarning = _show_warning  # type: ignore[assignment]
     sys.stderr = _Lasting(sys.stderr)
-    if here().num > 1:  # DDP would warn that all parameters are used; torch reads this when it is imported
+    try:
+        is_one_of_several = here().num > 1
+    except BigBatchError as error:
+        print(f"bigbatch: {error}", file=sys.stderr)
+        sys.exit(errors.BAD_INPUT)
+    if is_one_of_several:  # DDP would warn that all parameters are used; torch reads this when it is imported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app(standalone_mode=True)
@@ -71,7 +77,7 @@ def _show_warning(message: Warning | str, category: type[Warning], filename: str
     if not issubclass(category, BigBatchWarning):
         sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
     elif here().is_first:
-        print(f"bigbatch: {message}", file=sys.stderr)
+        print(f"bigbatch: {shown(str(message))}", file=sys.stderr)
 
 
 def _ends_with_code(command: Callable[..., int | None]) -> Callable[..., None]:
@@ -108,6 +114,7 @@ def _say(text: str, code: int, prefix: str = "bigbatch: ") -> int:
     ranks = here()
     if (error := sys.exception()) is not None:
         ranks.record(error)
+    text = shown(text)
     print(f"bigbatch (rank {ranks.rank}): {text}" if ranks.num > 1 else f"{prefix}{text}", file=sys.stderr)
     return code
 
@@ -183,6 +190,8 @@ def train(
         raise OptionError(
             f"--resume {resume} continues in its own folder with its own options: leave out --out and --config"
         )
+    for what, path in (("--out", out), ("--resume", resume), ("--config", config)):
+        check_name(what, path or "")
     framework = flags.pop("framework")
     file = read_toml(config) if config is not None else {}
     if resume is not None:
@@ -190,7 +199,7 @@ def train(
         file = read_toml(resume / CONFIG, "pass --resume the folder of a run")
         check_same_data(flags, file)
     out = out or (Path(file.pop("out")) if "out" in file else None)
-    quiet, as_json = quiet or bool(file.pop("quiet", False)), as_json or bool(file.pop("json", False))
+    quiet, as_json = quiet or file.pop("quiet", False), as_json or file.pop("json", False)
     loaded = load_task(task, framework or (file.get("framework") if not Path(task).suffix else None))
     chosen = merged(loaded, flags, file)
     folder = resume or out or Path("runs") / f"{loaded.name}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -231,8 +240,8 @@ def verify(
     if as_json:
         print(json_line(asdict(verification)), end="")
     else:
-        print(f"{loaded.name}: batch of {chosen.batch_size} in micro-batches of {chosen.micro_batch_size}")
-        print(verification)
+        print(shown(f"{loaded.name}: batch of {chosen.batch_size} in micro-batches of {chosen.micro_batch_size}"))
+        print(shown(str(verification)))
     return None if verification.is_exact else errors.NOT_EXACT
 
 
@@ -245,8 +254,10 @@ def report(
     """Write one page about one or several run folders."""
     from .report.page import write_report
 
+    for what, path in (*(("the run folder", run) for run in runs), ("--out", out)):
+        check_name(what, path)
     write_report(runs, out)
-    print(out)
+    print(shown(str(out)))
 
 
 @app.command()

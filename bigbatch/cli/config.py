@@ -1,6 +1,7 @@
 """The options of a run, each declared once. Flags win over the TOML file, the file over the task's own defaults."""
 
 import math
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -12,7 +13,8 @@ import tomli_w
 from ..core.checkpoint.schedule import Every
 from ..core.errors import OptionError
 from ..core.nonfinite import OnNonFinite
-from ..core.options import check_choice, check_size, positive
+from ..core.options import check_choice, positive
+from .names import check_name
 from .task import FRAMEWORKS, Task
 
 _Check = Callable[[str, Any], Any]
@@ -45,26 +47,53 @@ def _flag(
     return field(default=default, metadata=metadata)
 
 
-def _one_of(*choices: str | bool) -> _Check:
+def _one_of(*choices: str) -> _Check:
     return lambda name, value: check_choice(name, value, choices)
+
+
+def _switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be true or false, not {value!r}")
+
+
+def _text(name: str, value: Any) -> None:
+    if value is not None:
+        if not isinstance(value, str):
+            raise OptionError(f"{name} must be text, not {value!r}")
+        check_name(name, value)
 
 
 def _above_zero(name: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and 0 < value < math.inf):
-        raise OptionError(f"{name} must be a number above zero, not {value!r}")
+    if value is not None and not (is_number and 0 < value <= sys.float_info.max):  # a whole number may be larger
+        raise OptionError(f"{name} must be a number above zero and up to 1.8e308, not {_brief(value)}")
+
+
+def _size(name: str, value: Any) -> None:
+    if positive(name, value) > sys.maxsize:
+        raise OptionError(f"{name} is {_brief(value)}: pass {sys.maxsize} or less")
+
+
+def _size_or_none(name: str, value: Any) -> None:
+    if value is not None:
+        _size(name, value)
 
 
 def _whole(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
-        raise OptionError(f"{name} must be a whole number, 0 or greater, not {value!r}")
+        raise OptionError(f"{name} must be a whole number, 0 or greater, not {_brief(value)}")
 
 
 def _interval(name: str, value: Any) -> None:
     try:
         Every(value)
     except OptionError as error:
-        raise OptionError(f"{name} {value}: {error}") from error
+        raise OptionError(f"{name} {_brief(value)}: {error}") from error
+
+
+def _brief(value: Any) -> str:
+    text = str(value) if isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 @dataclass(frozen=True)
@@ -76,19 +105,19 @@ class Config:
     """
 
     task: str
-    batch_size: int = _flag(64, "The batch that the optimizer sees.", positive, kind=int)
+    batch_size: int = _flag(64, "The batch that the optimizer sees.", _size, kind=int)
     micro_batch_size: int = _flag(
-        8, "How many samples are in memory at once; must not exceed --batch-size.", positive, kind=int
+        8, "How many samples are in memory at once; must not exceed --batch-size.", _size, kind=int
     )
-    epochs: int | None = _flag(None, "How many times to go through the data.", check_size, kind=int)
-    steps: int | None = _flag(None, "How many steps to make, instead of --epochs.", check_size, kind=int)
+    epochs: int | None = _flag(None, "How many times to go through the data.", _size_or_none, kind=int)
+    steps: int | None = _flag(None, "How many steps to make, instead of --epochs.", _size_or_none, kind=int)
     lr: float = _flag(1e-3, "The learning rate.", _above_zero, kind=float)
     lr_scaling: str = _flag(
         "none",
         "none, linear or sqrt: how the rate follows --batch-size / --base-batch-size.",
         _one_of("none", "linear", "sqrt"),
     )
-    base_batch_size: int | None = _flag(None, "The batch that --lr is meant for.", check_size, kind=int)
+    base_batch_size: int | None = _flag(None, "The batch that --lr is meant for.", _size_or_none, kind=int)
     warmup_steps: int = _flag(0, "Steps over which the rate rises to --lr.", _whole, kind=int)
     schedule: str = _flag(
         "constant", "constant, cosine or linear, over the whole run.", _one_of("constant", "cosine", "linear")
@@ -120,9 +149,9 @@ class Config:
     )
     framework: str = _flag("torch", "torch, tensorflow, keras or jax, for built-in tasks.", _one_of(*FRAMEWORKS))
     seed: int = _flag(0, "The seed of weights, data and dropout.", _whole, kind=int)
-    device: str | None = _flag(None, "cpu, cuda, cuda:1 …")
-    compare: bool = _flag(True, "Train with the full batch too, and compare.", _one_of(True, False), kind=bool)
-    tensorboard: bool = _flag(False, "Write TensorBoard event files too.", _one_of(True, False), kind=bool)
+    device: str | None = _flag(None, "cpu, cuda, cuda:1 …", _text)
+    compare: bool = _flag(True, "Train with the full batch too, and compare.", _switch, kind=bool)
+    tensorboard: bool = _flag(False, "Write TensorBoard event files too.", _switch, kind=bool)
 
     def for_framework(self) -> dict[str, Any]:
         """The options to pass on to the framework, under its own names, without those at their default."""
@@ -158,21 +187,29 @@ FLAGS = {each.name: each for each in fields(Config) if each.metadata}
 VERIFY_FLAGS = ("batch_size", "micro_batch_size", "framework", "seed", "device")
 """The flags of `bigbatch verify`."""
 _NAMES = ("task", *FLAGS)
-_OUTPUT_OPTIONS = ("out", "quiet", "json")
+_OUTPUT_OPTIONS: Mapping[str, _Check] = {"out": _text, "quiet": _switch, "json": _switch}
 """Options that a file may set too, but that do not change what is computed."""
+_MAX_FILE = 1 << 20
 
 
 def read_toml(path: Path, remedy: str = "pass --config a TOML file") -> dict[str, Any]:
     """Reads the options in a file; `-` in a name is the same as `_`."""
     try:
         with path.open("rb") as file:
-            found = tomllib.load(file)
+            content = file.read(_MAX_FILE + 1)
     except OSError as error:
         raise OptionError(f"cannot read {path}: {error.strerror}: {remedy}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    if len(content) > _MAX_FILE:
+        raise OptionError(f"{path} has more than {_MAX_FILE} bytes, which is no list of options: {remedy}")
+    try:
+        found = tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:  # also a number of more than 4300 digits
         raise OptionError(f"{path} is not a TOML file: {error}") from error
     options = {name.replace("-", "_"): value for name, value in found.items()}
     _check_known(options, (*_NAMES, *_OUTPUT_OPTIONS), path)
+    for name, check in {**_OUTPUT_OPTIONS, "task": _text, "framework": _text}.items():
+        if name in options:
+            check(option(name), options[name])
     return options
 
 
@@ -199,7 +236,7 @@ def check_same_data(flags: Mapping[str, Any], file: Mapping[str, Any]) -> None:
 
 
 def _check_known(options: Mapping[str, Any], names: tuple[str, ...], where: Any) -> None:
-    if unknown := sorted(options.keys() - set(names)):
+    if unknown := sorted(options.keys() - set(names), key=str):
         raise OptionError(f"{where} has the unknown option {unknown[0]!r}: the options are {', '.join(names)}")
 
 
@@ -217,6 +254,11 @@ def _checked(config: Config) -> Config:
         raise OptionError(
             f"--micro-batch-size {config.micro_batch_size} is larger than --batch-size {config.batch_size}: "
             f"pass {config.batch_size} or less"
+        )
+    if not 0 < config.scaled_lr < math.inf:
+        raise OptionError(
+            f"--lr {config.lr} for --base-batch-size {config.base_batch_size} is {config.scaled_lr} for --batch-size "
+            f"{config.batch_size}: pass another --lr"
         )
     if config.epochs is not None and config.steps is not None:
         raise OptionError(f"--epochs {config.epochs} and --steps {config.steps} are both given: pass one of them")

@@ -7,9 +7,11 @@ import sys
 from importlib import metadata
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .. import __version__
+from .names import shown
 
 _FRAMEWORKS = {
     "torch": "import torch; print(['cpu'] + [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])",
@@ -33,7 +35,7 @@ def examine(console: Console) -> None:
         if (version := _version_of(name)) is None:
             table.add_row(name, "–", f'not installed: pip install "bigbatch\\[{name}]"')
         else:
-            table.add_row(name, version, _devices(code))
+            table.add_row(name, version, escape(shown(_devices(code))))
     for name, use in _OTHERS.items():
         version = _version_of(name)
         table.add_row(name, version or "–", f"for {use}" if version else f"pip install {name}, for {use}")

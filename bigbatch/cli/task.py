@@ -14,6 +14,7 @@ from typing import Any
 
 from ..core.errors import BigBatchError, MissingExtraError
 from .errors import TaskError, TaskRaisedError
+from .names import check_name
 
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax")
 _BUILT_IN = ("digits", "digits-batchnorm", "text")
@@ -118,6 +119,7 @@ def load_task(name: str, framework: str | None) -> Task:
         with missing_extras(name, framework):
             module = importlib.import_module(f"bigbatch.tasks.{framework}.{name.replace('-', '_')}")
         return _task_in(module, name, name, framework)
+    check_name("the task", Path(name).absolute())
     path = Path(name)
     if not path.is_file():
         raise TaskError(f"there is no task {name}: pass the path of a Python file, or one of {', '.join(_BUILT_IN)}")

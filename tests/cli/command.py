@@ -61,7 +61,8 @@ def run(*arguments: Any, cwd: Path | None = None) -> subprocess.CompletedProcess
         code = zygote(framework_of_command(command)).run(
             arguments=command, folder=str(cwd or Path.cwd()), environment=environment(), out=str(out), err=str(err)
         )
-        return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
+        texts = (path.read_text(errors="backslashreplace") for path in (out, err))
+        return subprocess.CompletedProcess(command, code, *texts)
 
 
 def run_here(*arguments: Any) -> subprocess.CompletedProcess[str]:

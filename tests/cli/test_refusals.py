@@ -1,13 +1,25 @@
 """Every error gives one sentence, an exit code, and no traceback of bigbatch."""
 
+import re
 import resource
 import subprocess
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from rich.console import Console
 
-from .command import BIGBATCH, environment, run, run_fresh, run_here, write_task
+from bigbatch import OptionError
+from bigbatch.cli import doctor
+from bigbatch.cli.engines.engine import scores_of
+from bigbatch.cli.errors import TaskError
+from bigbatch.cli.run.ranks import Launch, here
+from bigbatch.cli.task import Task
+
+from .command import BIGBATCH, environment, run, run_fresh, run_here, summary_of, train, write_task
+from .runs import write_run
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *texts: str, code: int = 2) -> None:
@@ -99,7 +111,8 @@ BAD_NUMBERS: dict[str, tuple[list[Any], str]] = {
     ),
     "auto": (["--micro-batch-size", "auto"], "--micro-batch-size"),
     "half": (["--micro-batch-size", "2.5"], "--micro-batch-size"),
-    "no rate": (["--lr", "nan"], "--lr must be a number above zero, not nan"),
+    "no rate": (["--lr", "nan"], "--lr must be a number above zero and up to 1.8e308, not nan"),
+    "an infinite rate": (["--lr", "1e400"], "--lr must be a number above zero and up to 1.8e308, not inf"),
     "a negative rate": (["--lr", "-1"], "--lr must be a number above zero"),
     "no clipping": (["--clip-norm", 0], "--clip-norm must be a number above zero"),
     "epochs and steps": (["--epochs", 2, "--steps", 3], "--epochs 2 and --steps 3 are both given"),
@@ -153,12 +166,136 @@ def test_a_device_for_a_keras_task(tmp_path: Path) -> None:
         ("bach_size = 3", "has the unknown option 'bach_size'"),
         ('lr = "big"', "--lr must be"),
         ("checkpoint_every = 1.5", "cannot read 1.5 as an interval"),
+        ("out = 5", "--out must be text, not 5"),
+        ('out = "a\\u0000b"', "has a NUL byte, which no file name can have"),
+        ('quiet = "x"', "--quiet must be true or false, not 'x'"),
+        ("json = 1", "--json must be true or false, not 1"),
+        ("compare = 1", "--compare must be true or false, not 1"),
+        ("task = []", "--task must be text, not []"),
+        ("framework = [1]", "--framework must be text, not [1]"),
+        ("device = 3", "--device must be text, not 3"),
+        ("lr = {big}", "--lr must be a number above zero and up to 1.8e308, not 1000"),
+        ("lr = 1e400", "--lr must be a number above zero and up to 1.8e308, not inf"),
+        ("lr = {big}{big}{big}{big}{big}{big}{big}{big}{big}{big}{big}", "is not a TOML file: Exceeds the limit"),
+        ('lr = 1e308\nlr_scaling = "linear"\nbase_batch_size = 1', "is inf for --batch-size 16: pass another --lr"),
+        ("clip_norm = {big}", "--clip-norm must be a number above zero and up to 1.8e308, not 1000"),
+        ("batch_size = {big}", "pass 9223372036854775807 or less"),
+        ("steps = {big}", "pass 9223372036854775807 or less"),
+        ("checkpoint_every = {big}", "as an interval"),
+        ('checkpoint_every = "{big}h"', "as an interval"),
+        ("lr = {deep}", "is not a TOML file: maximum recursion depth exceeded"),
+        ("lr = 1 #{huge}", "has more than 1048576 bytes, which is no list of options: pass --config a TOML file"),
+        ('"\\u001b[31m" = 3', "has the unknown option '\\x1b[31m'"),
     ],
 )
 def test_bad_config_files(text: str, told: str, tmp_path: Path) -> None:
     config = tmp_path / "options.toml"
-    config.write_text(text)
+    big = "1" + "0" * 400
+    config.write_text(text.format(big=big, deep="[" * 3000 + "]" * 3000, huge="!" * 2**20))
     assert_refused(run_here("train", write_task(tmp_path), "--config", config), told)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_names_that_cannot_be_stored(tmp_path: Path) -> None:
+    """Of a task, of a folder that it is in, of a run folder: config.toml is UTF-8, and no file name has a NUL byte."""
+    bad, told = "caf\udce9", "caf\\udce9' is not valid UTF-8: use another name"
+    task, folder = write_task(tmp_path), tmp_path / bad
+    folder.mkdir()
+    assert_refused(run("train", write_task(folder), "--out", tmp_path / "run"), "the task", "is not valid UTF-8")
+    assert_refused(run("verify", write_task(tmp_path, name=bad)), "the task", "is not valid UTF-8")
+    assert_refused(run_here("train", task, "--out", folder), "--out", told)
+    assert_refused(run_here("train", task, "--resume", folder), "--resume", told)
+    assert_refused(run_here("train", task, "--config", folder), "--config", told)
+    assert_refused(run_here("report", folder), "the run folder", told)
+    assert_refused(run_here("report", tmp_path, "--out", folder), "--out", told)
+    assert_refused(run_here("train", "a\0b"), "the task", "a\\x00b' has a NUL byte")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("num", "rank"),
+    [("", None), ("two", "0"), ("2", None), (None, "1"), ("2", "2"), ("-2", "0"), ("2", "-1"), ("", "0")],
+)
+def test_ranks_that_torchrun_did_not_start(num: str | None, rank: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WORLD_SIZE", num), ("RANK", rank)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(OptionError, match=f"WORLD_SIZE is {num!r} and RANK is {rank!r} in the environment"):
+        here()
+    if num == "two":
+        assert_refused(run("train", "digits"), "WORLD_SIZE is 'two' and RANK is '0' in the environment")
+
+
+@pytest.mark.parametrize("num", [None, "1"])
+@pytest.mark.parametrize("rank", [None, "0"])
+def test_one_rank_is_a_run_without_torchrun(num: str | None, rank: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (num, rank) == (None, "0"):
+        return
+    for name, value in (("WORLD_SIZE", num), ("RANK", rank)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert here() == Launch()
+
+
+BAD_SCORES = {
+    "text": ({"f1": "0.5"}, "returned a str as 'f1'"),
+    "nothing": ({"f1": None}, "returned a NoneType as 'f1'"),
+    "several": ({"f1": np.ones(2)}, "returned a ndarray of shape [2] as 'f1'"),
+    "complex": ({"f1": 1j}, "returned a complex as 'f1'"),
+    "too large": ({"f1": 10**400}, "returned a int as 'f1'"),
+    "no name": ({3: 0.5}, "returned 3 as the name of a score: return text as names"),
+    "no dict": ([0.5], "returned a list: return a dict such as"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_SCORES)
+def test_scores_that_are_none(kind: str) -> None:
+    scores, told = BAD_SCORES[kind]
+    task = Task("mine", "mine.py", "torch", print, print, print, evaluate=lambda model: scores)
+    with pytest.raises(TaskError, match=re.escape(f"evaluate() of mine {told}")):
+        scores_of(task, None)
+
+
+def test_scores_of_several_numbers_and_of_none(tmp_path: Path) -> None:
+    bad = "\ndef evaluate(model):\n    return {'a[/b]\\x1b[31m': torch.ones(2)}\n"
+    done = run("train", write_task(tmp_path, bad), "--out", tmp_path / "bad", "--steps", 1, "--no-compare")
+    assert_refused(done, r"returned a Tensor of shape [2] as 'a[/b]\x1b[31m': return one number for each name")
+    assert (tmp_path / "bad" / "model.safetensors").exists()
+    nan = "\ndef evaluate(model):\n    return {'f1': torch.tensor(float('nan'))}\n"
+    train(write_task(tmp_path, nan), tmp_path / "nan", "--steps", 1, "--no-compare")
+    assert summary_of(tmp_path / "nan")["scores"] == {"f1": "nan"}
+
+
+ESCAPE = "\x1b[31m[/b]"
+
+
+def test_messages_hold_no_escape_sequences(tmp_path: Path) -> None:
+    """Errors, tracebacks and warnings, which quote names, paths and what a task raises."""
+    told = "\\x1b[31m[/b]"
+    assert_refused(run_here("train", ESCAPE), f"there is no task {told}")
+    for code in (
+        f"raise ValueError({ESCAPE!r})",
+        f"import warnings, bigbatch\nwarnings.warn({ESCAPE!r}, bigbatch.BigBatchWarning)",
+    ):
+        task = write_task(
+            tmp_path, f"\ndef evaluate(model):\n    {code.replace(chr(10), chr(10) + '    ')}\n    return {{}}\n"
+        )
+        done = run("train", task, "--out", tmp_path / str(len(code)), "--steps", 1, "--no-compare")
+        assert told in done.stderr
+        assert "\x1b" not in done.stderr
+
+
+def test_printed_results_hold_no_escape_sequences(tmp_path: Path) -> None:
+    """The names of parameters that `verify` prints, and the name of the page that `report` has written."""
+    code = f"\ndef model():\n    return torch.nn.Sequential({{{ESCAPE!r}: torch.nn.Linear(6, 3)}})\n"
+    code = code.replace("Sequential(", "Sequential(__import__('collections').OrderedDict(").replace(")})", ")}))")
+    verified = run("verify", write_task(tmp_path, code), "--batch-size", 8, "--micro-batch-size", 3)
+    assert "\\x1b[31m[/b].weight" in verified.stdout, verified.stderr
+    reported = run("report", write_run(tmp_path / "run"), "--out", tmp_path / "a\x1b[31m.html")
+    assert "a\\x1b[31m.html" in reported.stdout, reported.stderr
+    assert "\x1b" not in verified.stdout + reported.stdout
 
 
 def test_missing_config_file(tmp_path: Path) -> None:
@@ -204,3 +341,10 @@ def test_a_closed_pipe(arguments: list[str]) -> None:
     assert process.wait(timeout=120) in (0, 1, 141)
     assert "Traceback" not in told
     assert "Exception ignored" not in told
+
+
+def test_doctor_shows_an_error_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_FRAMEWORKS", {"torch": r"raise ValueError('[/b] \x1b[31m')"})
+    console = Console(file=StringIO(), width=200)
+    doctor.examine(console)
+    assert r"does not load: ValueError: [/b] \x1b[31m" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -97,7 +97,27 @@ def scores_of(task: Task, model: Any) -> dict[str, float]:
         raise TaskError(
             f"evaluate() of {task.name} returned a {type(scores).__name__}: return a dict such as {{'accuracy': 0.98}}"
         )
-    return {str(name): float(value) for name, value in scores.items()}
+    return {_name_of(task, name): _number_of(task, name, value) for name, value in scores.items()}
+
+
+def _name_of(task: Task, name: Any) -> str:
+    if not isinstance(name, str):
+        raise TaskError(f"evaluate() of {task.name} returned {name!r} as the name of a score: return text as names")
+    return name
+
+
+def _number_of(task: Task, name: str, value: Any) -> float:
+    """A score as a plain number, which may be NaN; raises TaskError for anything that is no number."""
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError("text is not a number")
+        return float(value)
+    except Exception as error:  # each framework has its own for an array of several numbers
+        shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
+        raise TaskError(
+            f"evaluate() of {task.name} returned a {type(value).__name__}{shape} as {name!r}: return one number for "
+            "each name"
+        ) from error
 
 
 def check_kind(task: Task, model: Any, kind: type) -> None:

@@ -11,17 +11,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..names import shown
 from ..report.tables import measures
 from ..report.text import difference, rate, size
 from ..summary import FullBatch, Record, Summary
 
 _LINE_EVERY = 5.0
 """Seconds between lines where there is no terminal."""
-
-
-def shown(text: str) -> str:
-    """Text of the user's with nothing in it that a terminal would obey, such as an escape sequence."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 class Screen:

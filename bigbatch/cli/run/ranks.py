@@ -73,9 +73,20 @@ class Launch:
 
 
 def here() -> Launch:
-    """How torchrun launched this process, by its environment variables."""
+    """How torchrun launched this process, by its environment variables; raises OptionError for values not from it."""
     num, rank, local_rank = (os.environ.get(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
-    return Launch() if num in (None, "1") or rank is None else Launch(int(num), int(rank), int(local_rank or rank))
+    if rank is None and num in (None, "1"):
+        return Launch()
+    try:
+        launch = Launch(int(num or ""), int(rank or ""), int(local_rank or rank or ""))
+    except ValueError:
+        launch = Launch(0)
+    if not 0 <= launch.rank < launch.num or launch.local_rank < 0:
+        raise OptionError(
+            f"WORLD_SIZE is {num!r} and RANK is {rank!r} in the environment, which torchrun does not set: start with "
+            "torchrun, or unset both"
+        )
+    return Launch() if launch.num == 1 else launch
 
 
 def launch_of(task: Task) -> Launch:

@@ -1,6 +1,7 @@
 """When the next checkpoint is due: by steps, or by time."""
 
 import re
+import reprlib
 import time
 
 from ..errors import OptionError
@@ -29,11 +30,11 @@ def _parsed(every: int | str | None) -> tuple[int | None, float | None]:
     """The number of steps, or of seconds."""
     if every is None:
         return None, None
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", str(every))
+    found = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([a-z]*)\s*", str(every))
     if found is not None and not isinstance(every, bool):
         number, unit = found[1], found[2]
         if not unit and number.isdigit() and int(number) > 0:
             return int(number), None
         if unit in _UNITS and float(number) > 0:
             return None, float(number) * _UNITS[unit]
-    raise OptionError(f"cannot read {every!r} as an interval: pass steps (100) or a time (10min)")
+    raise OptionError(f"cannot read {reprlib.repr(every)} as an interval: pass steps (100) or a time (10min)")
