@@ -72,11 +72,13 @@ class Checkpoints(Resumable):
 
     def _state(self) -> tuple[Any, Mapping[str, bytes]]:
         self._check_restored("there is nothing to save")
-        return {name: _on_host(leaf, name) for name, leaf in by_path(self._tree).items()}, {}
+        leaves = {name: _on_host(leaf, name) for name, leaf in by_path(self._tree).items()}
+        return {"leaves": leaves, "types": types_of(self._tree)}, {}
 
     def _load(self, state: Any, files: Mapping[str, bytes]) -> None:
         self._check_restored("there is a checkpoint but no state to restore")
-        self._tree = tree_of(state, self._tree)
+        check_types(state["types"], self._tree)
+        self._tree = tree_of(state["leaves"], self._tree)
 
     def _check_restored(self, what: str) -> None:
         if not self._num_updates:
@@ -100,6 +102,37 @@ def tree_of(arrays: Mapping[str, np.ndarray], like: Any) -> Any:
                 "continue with the state that was saved"
             )
     return jax.tree.unflatten(jax.tree.structure(like), [_as_leaf(arrays[name], leaf) for name, leaf in wanted.items()])
+
+
+def types_of(tree: Any) -> dict[str, str]:
+    """The class of each named tuple in a pytree, by path. Leaves alone do not tell Adam's state from AdaBelief's."""
+
+    def is_node(node: Any) -> bool:
+        return isinstance(node, tuple) and hasattr(node, "_fields")
+
+    found: dict[str, str] = {}
+
+    def search(tree: Any, path: str) -> None:
+        if is_node(tree):
+            found[path] = type(tree).__qualname__
+        leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda node: node is not tree and is_node(node))
+        for inner, leaf in leaves:
+            if inner and is_node(leaf):
+                search(leaf, path + jax.tree_util.keystr(inner))
+
+    search(tree, "")
+    return found
+
+
+def check_types(types: Mapping[str, str], tree: Any) -> None:
+    """Raises StateError unless `types_of(tree)` are the types that were saved."""
+    own = types_of(tree)
+    for path in sorted(types.keys() | own.keys()):
+        if types.get(path) != own.get(path):
+            raise StateError(
+                f"{path or 'the state'} is {types.get(path, 'missing')} in the checkpoint but "
+                f"{own.get(path, 'missing')} here: continue with the optimizer that was saved"
+            )
 
 
 def arrays_of(tree: Any) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ..core.checkpoint.kinds import check_kinds, check_order, kind_of, order_of
 from ..core.checkpoint.loop import Resumable
 from ..core.errors import OrderError, StateError
 from ..core.history import History
@@ -52,6 +53,8 @@ class Checkpoints(Resumable):
         self._checkpoint = tf.train.Checkpoint(
             model=accumulator.model, optimizer=accumulator.optimizer, accumulator=accumulator, **more
         )
+        self._kinds = {"optimizer": kind_of(accumulator.optimizer)}
+        self._kinds |= {name: type(part).__qualname__ for name, part in more.items()}
         self._num_behind = 0
         super().__init__(folder, every=every, keep=keep, history=history)
 
@@ -76,19 +79,18 @@ class Checkpoints(Resumable):
                 raise OSError(text) from error
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
         seeds = [v.numpy() for v in _seeds_of(self._model)]
-        return {"seeds": seeds, "optimizer": _kind(self._accumulator.optimizer)}, files
+        return {"seeds": seeds, "kinds": self._kinds, "order": order_of(self._model.trainable_variables)}, files
 
     def _load(self, state: Any, files: Mapping[str, bytes]) -> None:
         seeds = _seeds_of(self._model)
-        if state["optimizer"] != (own := _kind(self._accumulator.optimizer)):
+        check_kinds(state["kinds"], self._kinds)
+        check_order(state["order"], order_of(self._model.trainable_variables))
+        if [(seed.shape, seed.dtype.name) for seed in state["seeds"]] != [
+            (tuple(seed.shape), tf.as_dtype(seed.dtype).name) for seed in seeds
+        ]:
             raise StateError(
-                f"the optimizer of the checkpoint is {state['optimizer']}, that of this run is {own}: continue with "
-                "the kind that was saved"
-            )
-        if len(state["seeds"]) != len(seeds):
-            raise StateError(
-                f"the checkpoint has the seeds of {len(state['seeds'])} random layers but the model {len(seeds)}: "
-                "resume with the model that it was saved with"
+                f"the checkpoint has the seeds of {len(state['seeds'])} random layers but the model {len(seeds)}, or "
+                "seeds of another kind: resume with the model that it was saved with"
             )
         with tempfile.TemporaryDirectory() as folder:
             for name, content in files.items():
@@ -96,7 +98,11 @@ class Checkpoints(Resumable):
                     (Path(folder) / name).write_bytes(content)
             path = f"{folder}/{_PREFIX}"
             self._check(path, f"{folder}/now")
-            self._checkpoint.read(path).expect_partial()
+            try:
+                self._checkpoint.read(path).expect_partial()
+            except BaseException:  # by one of `more`
+                self._checkpoint.read(f"{folder}/now").expect_partial()
+                raise
         for seed, value in zip(seeds, state["seeds"], strict=True):
             seed.assign(value)
 
@@ -107,15 +113,16 @@ class Checkpoints(Resumable):
         self._checkpoint.write(now)
         found, wanted = (_described(tf.train.load_checkpoint(prefix)) for prefix in (path, now))
         for name, (dtype, shape) in wanted.items():
-            if name.startswith("model/") and name not in found:
-                raise StateError(f"only the model has {name}: resume with the model that it was saved with")
-            if name in found and found[name] != (dtype, shape):
+            if dtype != tf.variant and name in found and found[name] != (dtype, shape):
                 raise StateError(
                     f"{name} is {found[name][0].name}{found[name][1]} in the checkpoint but {dtype.name}{shape} here: "
                     "resume with the model and the optimizer that it was saved with"
                 )
-        if more := sorted(name for name in found.keys() - wanted.keys() if name.startswith("model/")):
-            raise StateError(f"only the checkpoint has {more[0]}: resume with the model that it was saved with")
+        is_late = not any(map(_is_slot, wanted))  # TF1's optimizers create their slots in the first step
+        for name in sorted(found.keys() ^ wanted.keys()):
+            if not name.startswith("accumulator/") and not (is_late and _is_slot(name)):  # a window may be open
+                where = "the checkpoint" if name in found else "this run"
+                raise StateError(f"only {where} has {name}: resume with what it was saved with")
 
     def _progress(self) -> "_Progress":
         return _Progress(self._accumulator)
@@ -147,19 +154,13 @@ class _Progress:
         return [num_steps, *(num_micro_batches or [0])]
 
 
-def _kind(optimizer: Any) -> str:
-    """The class of an optimizer, and of the one inside of a LossScaleOptimizer."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return type(optimizer).__qualname__ + ("" if inner is None else f" with {_kind(inner)}")
+def _is_slot(name: str) -> bool:
+    return "/.OPTIMIZER_SLOT/" in name
 
 
 def _described(reader: Any) -> dict[str, tuple[Any, list[int]]]:
     dtypes = reader.get_variable_to_dtype_map()
-    return {
-        name: (dtypes[name], shape)
-        for name, shape in reader.get_variable_to_shape_map().items()
-        if dtypes[name] != tf.string  # the graph of objects
-    }
+    return {name: (dtypes[name], shape) for name, shape in reader.get_variable_to_shape_map().items()}
 
 
 def _seeds_of(model: Any) -> list[Any]:

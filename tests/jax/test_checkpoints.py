@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 
 from bigbatch import OrderError, StateError
 from bigbatch.jax import Checkpoints, multi_steps, value_and_grad
-from bigbatch.jax.checkpoints import arrays_of, tree_of
+from bigbatch.jax.checkpoints import arrays_of, tree_of, types_of
 
 NUM_BATCHES, EPOCHS = 4, 3
 TOTAL = NUM_BATCHES * EPOCHS
@@ -143,6 +143,59 @@ def test_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert found["b"] == 2
     assert type(found["b"]) is int
     assert found["a"].tolist() == [0, 0, 0]
+
+
+class Params(NamedTuple):
+    w: Any
+
+
+OTHERS = {
+    "AdaBelief": (
+        optax.adam(0.1),
+        optax.adabelief(0.1),
+        r"\[1\]\[0\] is ScaleByAdamState .* but ScaleByBeliefState here",
+    ),
+    "AdamW": (optax.adam(0.1), optax.adamw(0.1), r"\[1\]\[2\] is missing in the checkpoint but EmptyState here"),
+    "deep": (
+        optax.chain(optax.clip(1.0), optax.masked(optax.adam(0.1), Params(True))),
+        optax.chain(optax.clip(1.0), optax.masked(optax.adabelief(0.1), Params(True))),
+        r"\[1\]\[1\].inner_state\[0\] is ScaleByAdamState .* but ScaleByBeliefState here",
+    ),
+    "no momentum": (
+        optax.sgd(0.1, 0.9),
+        optax.sgd(0.1),
+        r"\[1\]\[0\] is TraceState in the checkpoint but EmptyState here",
+    ),
+    "momentum": (
+        optax.sgd(0.1),
+        optax.sgd(0.1, 0.9),
+        r"\[1\]\[0\] is EmptyState in the checkpoint but TraceState here",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_state_of_another_optimizer_is_refused(kind: str, tmp_path: Path) -> None:
+    """Although its leaves have the same paths and shapes."""
+    before, after, told = OTHERS[kind]
+    params = Params(jnp.arange(3.0))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.restore((params, before.init(params)))
+        checkpoints.save(wait=True)
+    own = (Params(jnp.ones(3)), after.init(params))
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(StateError, match=f"^{told}: continue with the optimizer that was saved$"):
+            checkpoints.restore(own)
+        assert checkpoints._tree is own
+    with Checkpoints(tmp_path) as checkpoints:
+        found, _ = checkpoints.restore((Params(jnp.ones(3)), before.init(params)))
+    assert found.w.tolist() == [0, 1, 2]
+
+
+def test_types_are_found_wherever_they_are() -> None:
+    tree = {"a": [None, (Params(Params(None)), 3)], "b": Params({"c": jnp.ones(3)}), "d": (), "e": optax.EmptyState()}
+    types = dict.fromkeys(["['a'][1][0]", "['a'][1][0].w", "['b']"], "Params")
+    assert types_of(tree) == {**types, "['e']": "EmptyState"}
 
 
 def test_weakly_typed_number_stays_weak(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ...core.weight import as_terms, check_weight, counted, from_terms, share
 from ...core.window import cuts
 from ...jax import value_and_grad, verify
 from ...jax.arguments import ArgumentLayout, Arrays, num_rows, split_arguments
-from ...jax.checkpoints import arrays_of, by_path, tree_of
+from ...jax.checkpoints import arrays_of, by_path, check_types, tree_of, types_of
 from ...jax.checks import checked_weight, is_finite, parameter_name
 from ..config import Config
 from ..errors import TaskError
@@ -174,10 +174,16 @@ class JaxEngine(Engine):
         return int(max(peaks)) if peaks else None
 
     def state(self) -> dict[str, Any]:
-        arrays = arrays_of(self._all())
-        return {"arrays": arrays, "num_steps": self.num_steps, "skipped": self._nonfinite.state_dict()}
+        tree = self._all()
+        return {
+            "arrays": arrays_of(tree),
+            "types": types_of(tree),
+            "num_steps": self.num_steps,
+            "skipped": self._nonfinite.state_dict(),
+        }
 
     def load(self, state: dict[str, Any]) -> None:
+        check_types(state["types"], self._all())
         tree, skipped = tree_of(state["arrays"], like=self._all()), NonFinite.read(state.get("skipped", {}))
         self.parameters, self.optimizer_state = tree["parameters"], tree["optimizer"]
         self.num_steps = state["num_steps"]

@@ -1,9 +1,10 @@
-"""Saves and loads the variables of a Keras model and its optimizer, by their order: not all have a unique name."""
+"""Saves and loads the variables of a Keras model and its optimizer by their order, since not all have a unique name."""
 
 from typing import Any
 
 import numpy as np
 
+from ...core.checkpoint.kinds import check_kinds, check_order, kind_of, order_of
 from ...core.errors import StateError
 
 _REMEDY = "continue with the task as it was, or start again without --resume"
@@ -11,13 +12,16 @@ _REMEDY = "continue with the task as it was, or start again without --resume"
 
 def state_of_variables(model: Any, optimizer: Any, **more: list[Any]) -> dict[str, Any]:
     """The values of all variables, in order, for `load_variables`; `more` are lists of other variables, by name."""
-    return {name: [np.array(v) for v in found] for name, found in (_variables(model, optimizer) | more).items()}
+    arrays = {name: [np.array(v) for v in found] for name, found in (_variables(model, optimizer) | more).items()}
+    return {**arrays, "kinds": {"optimizer": kind_of(optimizer)}, "order": order_of(model.trainable_variables)}
 
 
 def load_variables(state: dict[str, Any], model: Any, optimizer: Any, **more: list[Any]) -> None:
     """Assigns all variables; raises StateError before anything is changed if one of them does not fit."""
     if not model.trainable_variables:
         raise StateError("the model has no variables before its first batch: give its layers an Input to resume")
+    check_kinds(state["kinds"], {"optimizer": kind_of(optimizer)})
+    check_order(state["order"], order_of(model.trainable_variables))
     pairs: list[tuple[Any, np.ndarray]] = []
     for name, variables in (_variables(model, optimizer) | more).items():
         if len(variables) != len(state[name]):
