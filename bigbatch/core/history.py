@@ -113,7 +113,7 @@ class History:
         for number, line in enumerate(lines, 1):
             try:
                 history._append_record(from_json(json.loads(line)))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise StateError(f"line {number} of {path} is not a step of a history: {error}") from error
         return history
 

@@ -42,8 +42,8 @@ class SavedState:
             raise StateError(
                 f"the state has {has} GradScaler but this accumulator {wants}: use the precision it was saved with"
             )
-        window = _unpacked(state, ranks)
         try:
+            window = _unpacked(state, ranks)
             return cls(
                 int(state["num_steps"]),
                 NonFinite.read(state.get("skipped", {})),

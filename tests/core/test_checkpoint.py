@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import textwrap
@@ -22,7 +23,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from bigbatch import BigBatchWarning, MissingExtraError, OptionError, OrderError, StateError
 from bigbatch.core.checkpoint.schedule import Every
-from bigbatch.core.checkpoint.serialize import from_bytes, packed, to_bytes, to_json, to_safetensors
+from bigbatch.core.checkpoint.serialize import MAX_JSON, from_bytes, packed, to_bytes, to_json, to_safetensors
 from bigbatch.core.checkpoint.store import ARRAYS, MANIFEST, STATE, Store, _manifest_of, _signed
 from tests.examples import examples
 
@@ -499,6 +500,87 @@ def test_one_array_is_not_loaded_many_times(tmp_path: Path) -> None:
     state = to_json({"list": [name] * 20_000})
     forged(second, {STATE: state, ARRAYS: to_safetensors({"w": np.zeros(4)})})
     assert "w" in damaged(tmp_path)
+
+
+def arrays_with(header: dict[str, Any], data: bytes = b"") -> bytes:
+    """A safetensors file with this header, which may say what is not true."""
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def tensor(shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+
+
+LARGE = {
+    "more than the file has": (ARRAYS, arrays_with({"w": tensor([10**12], 0, 4 * 10**12)}, bytes(4))),
+    "the same bytes many times": (
+        ARRAYS,
+        arrays_with({str(number): tensor([10**6], 0, 4 * 10**6) for number in range(1000)}, bytes(4 * 10**6)),
+    ),
+    "a shape that overflows": (ARRAYS, arrays_with({"w": tensor([2**62, 4], 0, 0)})),
+    "a header that is larger than the file": (ARRAYS, struct.pack("<Q", 10**18) + b"{}"),
+    "a deep header": (ARRAYS, struct.pack("<Q", 10**6) + b"[" * 10**6),
+    "deep": (STATE, b'{"list":[' * 10**6),
+    "many digits": (STATE, b"9" * 10**7),
+    "a billion digits": (STATE, b"9"),  # the file gets that long below, without taking up the disk
+}
+LITTLE_MEMORY = """
+    import resource, sys, warnings
+    import numpy, safetensors.numpy
+    from bigbatch.core.checkpoint.store import Store
+
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20),) * 2)
+    for folder in sys.argv[1:]:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            print(Store(folder).load().step, told[0].message)
+"""
+
+
+def test_what_a_stranger_declares_fills_no_memory(tmp_path: Path) -> None:
+    """200 MiB are enough to refuse them all; the memory of the process is limited to that."""
+    for kind, (name, content) in LARGE.items():
+        saved(tmp_path / kind, 1).close()
+        second = tmp_path / kind / "000002"
+        forged(second, {**plain({}), name: content})
+        if kind == "a billion digits":
+            os.truncate(second / STATE, 10**9)
+            manifest = json.loads((second / MANIFEST).read_bytes().rpartition(b"}")[0] + b"}")
+            manifest["files"][STATE]["bytes"] = 10**9
+            (second / MANIFEST).write_bytes(_signed(manifest))
+    command = [sys.executable, "-c", textwrap.dedent(LITTLE_MEMORY), *(str(tmp_path / kind) for kind in LARGE)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for kind, line in zip(LARGE, done.stdout.splitlines(), strict=True):
+        assert line.startswith("1 "), kind
+        assert f"{kind}/000002 is damaged" in line
+    assert f"has 1000000000 bytes, {MAX_JSON} are allowed" in line
+
+
+def test_a_state_that_could_not_be_read_is_not_saved(tmp_path: Path) -> None:
+    store = saved(tmp_path)
+    with pytest.raises(StateError, match=rf"has \d+ bytes of plain values, and at most {MAX_JSON} are saved"):
+        store.save(3, {"text": "x" * MAX_JSON}, wait=True)
+    found = store.load()
+    assert found is not None
+    assert found.step == 2
+
+
+def test_bytes_of_a_stranger_are_refused() -> None:
+    """As a window of several ranks is saved: the same limits hold."""
+    whole = to_bytes({"w": np.zeros(2, np.float32)})
+    strange = [whole[:-1], b"", whole + b"x", *(content for name, content in LARGE.values() if name == ARRAYS)]
+    trees = [LARGE[kind][1] for kind in ("deep", "many digits")]
+    trees += [b"", b"{", b'{"array": ["v", "float32"]}', b'{"array": ["w", "int64"]}', b" " * (MAX_JSON + 1)]
+    trees += [to_json({"list": [{"array": ["w", "float32"]}] * 2})]
+    w = {"/w": np.zeros(2, np.float32)}
+    strange += [to_safetensors({**w, "tree": np.frombuffer(tree, np.uint8)}) for tree in trees]
+    strange += [to_safetensors(w), to_safetensors({"tree": np.zeros((), np.float64)})]
+    for content in strange:
+        with pytest.raises(StateError, match=r"is damaged|was changed|bytes of plain values"):
+            from_bytes(content)
 
 
 def test_every_file_and_folder_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

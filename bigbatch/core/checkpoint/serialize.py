@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import MissingExtraError, StateError
+from ..errors import BigBatchError, MissingExtraError, StateError
 
 # Types that NumPy does not have are stored as integers of the same size
 STORED = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
@@ -18,6 +18,8 @@ _KNOWN = {
     "complex64", "complex128", *STORED,
 }  # fmt: skip
 _MAX_DEPTH = 100
+MAX_JSON = 1 << 27
+"""How many bytes of JSON are written and read, since Python may need 30 times as much memory for it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +116,22 @@ def unpacked(value: Any, arrays: dict[str, np.ndarray], convert: Callable[[Array
 
 
 def to_json(tree: Any) -> bytes:
-    return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    content = json.dumps(tree, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    _check_size(content)
+    return content
+
+
+def from_json(content: bytes) -> Any:
+    _check_size(content)
+    return json.loads(content)
+
+
+def _check_size(content: bytes) -> None:
+    if len(content) > MAX_JSON:
+        raise StateError(
+            f"the state has {len(content)} bytes of plain values, and at most {MAX_JSON} are saved: use arrays for "
+            "long lists of numbers"
+        )
 
 
 def to_safetensors(arrays: Mapping[str, np.ndarray]) -> bytes:
@@ -146,7 +163,12 @@ def to_bytes(tree: Any, convert: Callable[[Any], Array | None] = as_array) -> by
 
 
 def from_bytes(content: bytes, convert: Callable[[Array], Any] = Array.numpy) -> Any:
-    """The opposite of `to_bytes`."""
-    arrays = from_safetensors(content)
-    text = arrays.pop("tree").tobytes()
-    return unpacked(json.loads(text), {name[1:]: array for name, array in arrays.items()}, convert)
+    """The opposite of `to_bytes`; raises StateError for anything else."""
+    try:
+        arrays = from_safetensors(content)
+        tree = from_json(arrays.pop("tree").tobytes())
+        return unpacked(tree, {name[1:]: array for name, array in arrays.items()}, convert)
+    except (BigBatchError, MemoryError):
+        raise
+    except Exception as error:  # a stranger may have put anything there
+        raise StateError(f"a saved state is damaged ({type(error).__name__}: {str(error)[:300]})") from error

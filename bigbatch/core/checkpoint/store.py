@@ -39,7 +39,18 @@ from .files import (
     unfinished,
     write_through,
 )
-from .serialize import Array, as_array, from_safetensors, packed, safetensors, to_json, to_safetensors, unpacked
+from .serialize import (
+    MAX_JSON,
+    Array,
+    as_array,
+    from_json,
+    from_safetensors,
+    packed,
+    safetensors,
+    to_json,
+    to_safetensors,
+    unpacked,
+)
 
 try:
     import fcntl
@@ -292,7 +303,7 @@ class Store:
         """One checkpoint. Every byte is compared with what was written before any is used."""
         try:
             step, contents, log = _verified_contents(path)
-            state = unpacked(json.loads(contents.pop(STATE)), from_safetensors(contents.pop(ARRAYS)), self._from_array)
+            state = unpacked(from_json(contents.pop(STATE)), from_safetensors(contents.pop(ARRAYS)), self._from_array)
         except Exception as error:  # a stranger may have put anything there
             if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _NOT_DAMAGE):
                 raise StateError(
@@ -380,7 +391,7 @@ def _verified_contents(path: Path) -> tuple[int, dict[str, bytes], bytes]:
     contents = {}
     for name, wanted in manifest["files"].items():
         _check_name(name)
-        contents[name] = read_plain(path / name, wanted["bytes"])
+        contents[name] = read_plain(path / name, wanted["bytes"], max_bytes=MAX_JSON if name == STATE else None)
         if _digest(contents[name]) != wanted["sha256"]:
             raise ValueError(f"{name} is not as it was written")
     name, size, log = manifest["log"]["name"], manifest["log"]["bytes"], b""
