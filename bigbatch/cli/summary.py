@@ -1,9 +1,11 @@
 """What a run records: its summary and one record per step. `bigbatch train` writes them, and the report reads them."""
 
 import reprlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from ..core.json_values import from_json
 from ..core.verify.result import Verification
@@ -96,17 +98,44 @@ class Record:
 
 
 def parse(kind: type[_T], found: Any) -> _T:
-    """Makes a dataclass from a JSON object, without the keys it does not know; raises ValueError if one is missing."""
+    """Makes a dataclass from a JSON object, without the keys it does not know.
+
+    Raises ValueError if a key is missing, or has a value of another type.
+    """
     if not isinstance(found, dict):
         raise ValueError(f"{reprlib.repr(found)} is not a JSON object")
     values = {each.name: from_json(found[each.name]) for each in fields(kind) if each.name in found}  # type: ignore[arg-type]
     for name, part in _PARTS.items():
         if values.get(name) is not None:
             values[name] = parse(part, values[name])
+    for name, value in values.items():
+        if not _fits(value, _TYPES[kind][name]):
+            raise ValueError(f"{name} is {reprlib.repr(value)}")
     try:
         return kind(**values)
     except TypeError as error:  # missing 1 required keyword-only argument
         raise ValueError(str(error)) from error
 
 
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value from JSON, where a tuple is a list, is of this type."""
+    inside = get_args(hint)
+    if hint is Any:
+        return True
+    if isinstance(hint, UnionType):
+        return any(_fits(value, each) for each in inside)
+    if get_origin(hint) is Literal:
+        return value in inside
+    if get_origin(hint) is tuple:
+        return isinstance(value, list) and all(_fits(each, inside[0]) for each in value)
+    if get_origin(hint) is Mapping:
+        return isinstance(value, dict) and all(_fits(each, inside[1]) for each in value.values())
+    if isinstance(value, bool) or hint not in (int, float):
+        return isinstance(value, hint)
+    if isinstance(value, int):
+        return abs(value) <= (sys.maxsize if hint is int else sys.float_info.max)
+    return isinstance(value, hint)
+
+
 _PARTS = {"full_batch": FullBatch, "comparison": Comparison, "verification": Verification}
+_TYPES = {kind: get_type_hints(kind) for kind in (Summary, Record, *_PARTS.values())}

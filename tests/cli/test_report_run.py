@@ -97,3 +97,39 @@ def test_a_damaged_file_is_named_with_the_remedy(tmp_path, kind):
     assert "\n" not in message
     assert len(message) < 400
     assert not (tmp_path / "report.html").exists()
+
+
+def places(tree, path=()):
+    for name, value in tree.items():
+        yield *path, name
+        if isinstance(value, dict):
+            yield from places(value, (*path, name))
+
+
+def wrong_for(value):
+    if isinstance(value, str):
+        return [3]
+    return [{}] if value is None else ["\x1b[31m", 10**400, {"a": []}]
+
+
+def test_a_value_of_another_type_is_refused(tmp_path):
+    """Every value of summary.json and of a step, with text for numbers, and numbers for text."""
+    folder = write_run(tmp_path / "run")
+    for name in ("summary.json", "history.jsonl"):
+        before = (folder / name).read_text()
+        first, *rest = [before] if name == "summary.json" else before.splitlines(keepends=True)
+        for *path, last in places(json.loads(first)):
+            record = part = json.loads(first)
+            for each in path:
+                part = part[each]
+            for value in [] if last == "weight" else wrong_for(part[last]):
+                part[last] = value
+                (folder / name).write_text(json.dumps(record) + "\n" + "".join(rest))
+                with pytest.raises(StateError, match=rf"{folder / name} is damaged \("):
+                    read_run(folder)
+        (folder / name).write_text(before)
+    times = folder / "times.jsonl"
+    times.write_text(times.read_text().replace('"seconds": ', '"seconds": "x", "was": ', 1))
+    with pytest.raises(StateError, match=r"is damaged \(seconds is 'x'\)"):
+        read_run(folder)
+    assert len(read_run(write_run(tmp_path / "whole")).records) == 48

@@ -4,7 +4,7 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,11 @@ def read_run(folder: Path) -> Run:
             raise StateError(f"{folder / name} is missing: pass the folder of a run that has ended")
     config = _read(folder / CONFIG, lambda content: tomllib.loads(content.decode()))
     summary = _read(folder / SUMMARY, lambda content: parse(Summary, json.loads(content)))
-    records = _read(folder / HISTORY, lambda content: [parse(Record, line) for line in _lines(content)])
     seconds = _read(folder / TIMES, lambda content: {line["step"]: line["seconds"] for line in _lines(content)})
-    records = [replace(each, seconds=seconds.get(each.step)) for each in records]
+    records = _read(
+        folder / HISTORY,
+        lambda content: [parse(Record, {**line, "seconds": seconds.get(line["step"])}) for line in _lines(content)],
+    )
     has_full_batch = summary.full_batch is not None and summary.full_batch.is_finished
     return Run(folder, config, summary, tuple(records), read_run(folder / FULL_BATCH) if has_full_batch else None)
 
