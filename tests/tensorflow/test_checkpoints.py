@@ -232,6 +232,21 @@ def test_another_kind_changes_nothing(kind: str, tmp_path: Path) -> None:
     assert {part.text for part in more.values() if isinstance(part, Text)} <= {"own"}
 
 
+def test_random_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    loop = Loop(tmp_path).run(2)
+    found = loop.checkpoints._store.load()
+    assert found is not None
+    state = {**found.state, "random": {**found.state["random"], "numpy": "none"}}
+    loop.checkpoints._store.save(3, state, found.files, wait=True)
+    loop.checkpoints.close()
+    other = Loop(tmp_path)
+    before, drawn = [v.numpy().copy() for v in other.model.variables], random.getstate()
+    with other.checkpoints, pytest.raises(StateError, match="is not a checkpoint of this kind of run"):
+        other.checkpoints.restore()
+    assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, other.model.variables, strict=True))
+    assert random.getstate() == drawn
+
+
 def test_more_is_restored(tmp_path: Path) -> None:
     accumulator = Accumulator(layers("one", "two"), adam(), loss, 6)
     drawn, text = generator(1), Text("before")

@@ -1,4 +1,4 @@
-"""Saves and loads the variables of a Keras model and its optimizer by their order, since not all have a unique name."""
+"""Saves and loads the variables of a Keras model and its optimizer, by their order: not all have a unique name."""
 
 from typing import Any
 

@@ -97,7 +97,7 @@ class RunCheckpoints(Resumable):
         return self.num_batches
 
     def _random(self, data: Any) -> dict[str, Any]:
-        return {**randomness.state(), "batches": data.stream.state}
+        return {**randomness.state(), "batches": None if data is None else data.stream.state}
 
     def _set_random(self, saved: dict[str, Any], data: Any) -> None:
         randomness.restore(saved)

@@ -114,6 +114,7 @@ class Resumable:
             at_epoch, at_batch, now = state["random_of_epoch"], state["random_of_batch"], state["random"]
             lines = found.log + state["last_line"].encode()
             steps = History.from_lines(lines, found.path)
+            self._check_random(at_epoch, at_batch, now)
             self._load(state["trained"], found.files)
         except BigBatchError:
             raise
@@ -128,6 +129,16 @@ class Resumable:
             self._set_random(self._now, None)
         self._every.saved(num_batches)
         return True
+
+    def _check_random(self, *states: Any) -> None:
+        """Raises an error if a random state cannot be restored, and leaves the random state as it is."""
+        own = self._random(None)
+        try:
+            for state in states:
+                if state is not None:
+                    self._set_random(state, None)
+        finally:
+            self._set_random(own, None)
 
     def wait(self) -> None:
         """Waits until the last checkpoint is written."""
