@@ -60,7 +60,7 @@ OTHERS = {
     "one layer less": ({"layers": (6, 4)}, "only the checkpoint has 1.bias"),
     "another optimizer": (
         {"optimizer": torch.optim.SGD},
-        "the optimizer of the checkpoint has the option amsgrad",
+        "the optimizer of the checkpoint is Adam, that of this run is SGD",
     ),
 }
 
@@ -266,7 +266,7 @@ def test_run_that_is_still_evaluating_is_not_resumed(tmp_path):
             time.sleep(0.01)
         done = run("train", task, "--resume", out, "--steps", 2)
         assert done.returncode == 2, done.stderr
-        assert "another process is training in" in done.stderr
+        assert "is in use by another process" in done.stderr
     finally:
         (tmp_path / "go on").touch()
         assert first.wait(60) == 0

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from bigbatch.cli.child import started
+from bigbatch.cli.doctor import _devices
 from tests.crash.process import num_lines, start
 
-from .command import environment, history_of, run, summary_of, train, write_task
+from .command import BIGBATCH, environment, history_of, run, summary_of, train, write_task
 from .test_refusals import assert_refused
 
 FILES = ("config.toml", "history.jsonl", "times.jsonl", "summary.json", "report.html", "model.safetensors")
@@ -175,8 +177,6 @@ def test_a_reader_that_goes_away(stream: str, tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     given = ["train", task, "--out", tmp_path / "run", "--steps", 20, "--no-compare"]
-    from .command import BIGBATCH
-
     others = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: write}
     done = subprocess.run([BIGBATCH, *map(str, given)], env=environment(), timeout=120, check=False, **others)
     os.close(write)
@@ -197,18 +197,13 @@ def test_names_are_shown_as_text(tmp_path: Path) -> None:
     assert "\\x1b[31mred" in done.stderr
 
 
-def test_files_of_the_current_folder_are_not_imported(tmp_path: Path) -> None:
-    task = write_task(tmp_path)
-    here = tmp_path / "here"
-    here.mkdir()
-    for name in ("typer", "rich", "numpy", "torch", "json"):
-        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w'); raise SystemExit(9)")
-    from .command import BIGBATCH
-
-    for given in (["train", task, "--out", tmp_path / "run", "--steps", 2], ["doctor"]):
-        done = subprocess.run(
-            [BIGBATCH, *map(str, given)], cwd=here, env=environment(), capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert not (tmp_path / "imported").exists()
-    assert summary_of(tmp_path / "run")["full_batch"]["status"] == "finished"
+def test_files_of_the_current_folder_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by the processes that train and verify with the full batch, nor by those of `doctor`."""
+    for name in ("typer", "rich", "numpy", "json"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w'); raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    with (tmp_path / "log.txt").open("w") as log, started("report", "nothing", output=log, errors=log) as child:
+        assert child.wait(60) == 2
+    assert "pass the folder of a run" in (tmp_path / "log.txt").read_text()
+    assert _devices("import typer; print(['a device'])") == "a device"
+    assert not (tmp_path / "imported").exists()

@@ -1,6 +1,7 @@
 """Checkpoints on a bad day: bytes that changed, files that are somebody else's, disks that are full."""
 
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -407,6 +408,33 @@ def test_a_run_that_does_not_continue_has_a_log_of_its_own(tmp_path: Path) -> No
     for step in (4, 5, 6):
         store.save(step, {}, new_lines=b"new\n", wait=True)
     assert len(list(tmp_path.glob("log-*.jsonl"))) == 1  # that of checkpoints that are gone went with them
+
+
+def test_a_backup_with_hard_links_stays_as_it_is(tmp_path: Path) -> None:
+    """As `cp -al` and `rsync --link-dest` make it. It goes on from an earlier checkpoint, so lines are replaced."""
+    logged(tmp_path / "run").close()
+    backup = tmp_path / "backup"
+    shutil.copytree(tmp_path / "run", backup, copy_function=os.link)
+    (tmp_path / "run" / "000004" / STATE).unlink()
+    store = Store(tmp_path / "run")
+    with pytest.warns(BigBatchWarning, match="000004 is damaged"):
+        store.load()
+    store.save(5, {}, new_lines=b"other\n", wait=True)
+    found, kept = store.load(), Store(backup, is_read_only=True).load()  # which has the same lock
+    assert found is not None
+    assert kept is not None
+    assert found.log == lines(3) + b"other\n"
+    assert kept.log == lines(4)
+
+
+def test_a_log_of_another_name_is_not_ours(tmp_path: Path) -> None:
+    saved(tmp_path).close()
+    (tmp_path / "notes.txt").write_text("mine")
+    second = tmp_path / "000002"
+    digest = hashlib.sha256(b"mine").hexdigest()
+    forged(second, plain({}), log={"name": "notes.txt", "bytes": 4, "sha256": digest})
+    assert "'notes.txt' is not the name of a log" in damaged(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 # --- links -----------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def test_a_second_process_is_refused_and_a_second_signal_ends_at_once(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert start(["train", task, "--resume", tmp_path / "run"], tmp_path / "other.txt").wait(60) == 2
-    assert "another process is training in" in (tmp_path / "other.txt").read_text()
+    assert "is in use by another process" in (tmp_path / "other.txt").read_text()
     process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     assert process.poll() is None
@@ -116,6 +116,6 @@ def test_in_the_middle_of_a_window(tmp_path):
     assert process.wait(60) == 143, log.read_text()
     saved = newest(out)
     assert saved.step == num_lines(out / "history.jsonl") == 2
-    assert 0 < len(saved.state["trained"]["engine"]["accumulator"]["window"]["losses"]) < 6
+    assert 0 < len(saved.state["trained"]["engine"]["parts"]["accumulator"]["window"]["losses"]) < 6
     assert start(["train", task, "--resume", out, "--steps", 4], log).wait(120) == 0
     assert differences(tmp_path / "whole", out) == []

@@ -44,10 +44,11 @@ class RunFolder:
             )
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise OptionError(f"{self.path} is not a folder: pass another --out")
-        if others := sorted({path.name for path in self._listed(self.path)} - {CHECKPOINTS}):
+        own = self.path / CHECKPOINTS
+        if others := [path for path in self._listed(self.path) if path != own or not path.is_dir()]:
             raise OptionError(
-                f"{self.path} has {len(others)} files of something else ({others[0]} first), which a run could "
-                "overwrite: pass another --out"
+                f"{self.path} is not empty, and not a run of bigbatch ({min(others).name} is in it), so a run could "
+                "overwrite something: pass another --out"
             )
 
     def _has_checkpoint(self) -> bool:

@@ -176,16 +176,23 @@ class Store:
         name, size, digest = self._log
         if not self._new_lines:
             return self._log
-        name = name or f"log-{secrets.token_hex(4)}.jsonl"
-        with open(open_own(self.folder / name, os.O_RDWR), "r+b") as file:
-            file.truncate(size)
-            file.seek(size)
-            file.write(self._new_lines)
-            file.flush()
-            os.fsync(file.fileno())
         digest = digest.copy()
         digest.update(self._new_lines)
-        return _Log(name, size + len(self._new_lines), digest)
+        log = _Log(name or f"log-{secrets.token_hex(4)}.jsonl", size + len(self._new_lines), digest)
+        with open(open_own(self.folder / log.name, os.O_RDWR), "r+b") as file:
+            if os.fstat(file.fileno()).st_nlink > 1:  # a backup that was made with hard links has it, too
+                before = file.read(size)
+                log = log._replace(name=f"log-{secrets.token_hex(4)}.jsonl")
+                write_through(self.folder / log.name, before + self._new_lines)
+            else:
+                file.truncate(size)
+                file.seek(size)
+                file.write(self._new_lines)
+                file.flush()
+                os.fsync(file.fileno())
+        if log.name != name:
+            flush_folder(self.folder)
+        return log
 
     def _drop_old(self) -> None:
         """Removes all but the newest intact ones. Each is renamed first, so that it never looks whole while it goes."""
@@ -359,7 +366,7 @@ def _own_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint of ours; empty for something of the user's, and for one that is damaged."""
     try:
         found = _manifest(path)
-        _check_name(found["log"]["name"] or LOCK)
+        _check_log(found["log"]["name"])
         return found
     except Exception:  # a stranger may have put anything there
         return {}
@@ -377,12 +384,18 @@ def _verified_contents(path: Path) -> tuple[int, dict[str, bytes], bytes]:
         if _digest(contents[name]) != wanted["sha256"]:
             raise ValueError(f"{name} is not as it was written")
     name, size, log = manifest["log"]["name"], manifest["log"]["bytes"], b""
+    _check_log(name)
     if name:
-        _check_name(name)
         log = read_plain(path.parent / name, first_bytes=size)
     if len(log) != size or _digest(log) != manifest["log"]["sha256"]:
         raise ValueError(f"{name or 'the log'} is not as it was written")
     return int(manifest["step"]), contents, log
+
+
+def _check_log(name: str) -> None:
+    """Raises ValueError unless this is the name of a log, or empty."""
+    if name and not re.fullmatch(r"log-[0-9a-f]{8}\.jsonl", name):
+        raise ValueError(f"{name[:100]!r} is not the name of a log")
 
 
 def _check_name(name: str) -> None:
