@@ -117,9 +117,9 @@ class KerasEngine(Engine):
         return {**variables, "num_steps": self._num_steps, "skipped": self._nonfinite.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
-        skipped = NonFinite.read(state.get("skipped", {}))
+        skipped = NonFinite.read(state["skipped"])
         load_variables(state, self.model, self.model.optimizer)
-        self._num_steps = state.get("num_steps", self._num_applied())  # older checkpoints have no number of steps
+        self._num_steps = state["num_steps"]
         self._nonfinite.load_state_dict(skipped)
 
     def verify(self, batch: Any) -> Verification:
