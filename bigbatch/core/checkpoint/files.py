@@ -18,13 +18,14 @@ _UNFINISHED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.part")
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes a new file and moves it into place: a process that is killed in between leaves the old file.
 
-    A link in its place is replaced, not followed.
+    When this returns, the file survives a power failure. A link in its place is replaced, not followed.
     """
     path = Path(path)
     part = unfinished(path)
     try:
         write_through(part, content)
         part.replace(path)
+        flush_folder(path.parent)
     finally:
         part.unlink(missing_ok=True)
 
