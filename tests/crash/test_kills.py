@@ -33,3 +33,12 @@ def test_negative_control_run_without_its_random_state(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     for name in ("history.jsonl", "model.safetensors", "checkpoint: state/trained/engine/model/0.weight"):
         assert name in done.stdout
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_before_an_operation_on_its_folder(kills):
+    """The quick run tries a few of them; see every.py."""
+    command = [sys.executable, "-m", "tests.crash.every", *(["--kills", str(kills)] if kills else [])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.split()[0]) == (kills or int(done.stdout.split()[3])) > 5

@@ -38,9 +38,10 @@ def undisturbed(tmp_path_factory):
 
 
 def test_each_signal_saves_and_has_its_code(undisturbed, tmp_path):
-    """All four signals end one run, one after the other; only they cause checkpoints."""
+    """All five signals end one run, one after the other; only they cause checkpoints."""
     out, log = tmp_path / "run", tmp_path / "log.txt"
-    codes = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 138, signal.SIGUSR2: 140}
+    codes = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 138, signal.SIGUSR2: 140,
+             signal.SIGHUP: 129}  # fmt: skip
     num = 0
     for number, code in codes.items():
         process = train(tmp_path, "run")
@@ -58,6 +59,15 @@ def test_each_signal_saves_and_has_its_code(undisturbed, tmp_path):
     told = log.read_text()
     assert "Traceback" not in told
     assert told.replace("\n", " ").count(f"to continue, bigbatch train {TASK} --resume {out}") == len(codes)
+    assert differences(undisturbed, out) == []
+
+
+def test_a_run_under_nohup_survives_its_terminal(undisturbed, tmp_path):
+    out, log = tmp_path / "run", tmp_path / "log.txt"
+    process = start(["train", TASK, "--out", out, "--steps", STEPS, "--seed", 7, "--no-compare"], log, under=["nohup"])
+    wait_for_steps(process, out / "history.jsonl", 3, log)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 0, log.read_text()
     assert differences(undisturbed, out) == []
 
 

@@ -12,7 +12,15 @@ from typing import Any, TextIO
 import numpy as np
 from safetensors.numpy import load_file, save
 
-from ...core.checkpoint.files import check_own, open_own, read_plain, remove, remove_unfinished, write_whole
+from ...core.checkpoint.files import (
+    check_own,
+    is_unfinished,
+    open_own,
+    read_plain,
+    remove,
+    remove_unfinished,
+    write_whole,
+)
 from ...core.checkpoint.store import LOCK
 from ...core.errors import OptionError
 from ...core.json_values import json_line, to_json
@@ -22,7 +30,9 @@ from .tensorboard import EventFile
 
 CONFIG, HISTORY, TIMES, SUMMARY, REPORT = "config.toml", "history.jsonl", "times.jsonl", "summary.json", "report.html"
 FULL_BATCH, CHECKPOINTS, MODEL = "full_batch", "checkpoints", "model.safetensors"
+FULL_BATCH_CONFIG = "full_batch.toml"  # there only while the full batch trains
 _FILES = (CONFIG, HISTORY, TIMES, SUMMARY, REPORT, MODEL)
+_UNFINISHED = "|".join(map(re.escape, (*_FILES, FULL_BATCH_CONFIG)))
 
 
 class RunFolder:
@@ -37,14 +47,15 @@ class RunFolder:
         self._events: EventFile | None = None
 
     def check_new(self) -> None:
-        """Raises OptionError if anything but the lock of this run is in the folder."""
+        """Raises OptionError unless all that is in the folder is a lock, and what a killed start has left."""
         if any(os.path.lexists(self.path / name) for name in (CONFIG, HISTORY)) or self._has_checkpoint():
             raise OptionError(
                 f"{self.path} has a run already: pass another --out, or continue it with --resume {self.path}"
             )
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise OptionError(f"{self.path} is not a folder: pass another --out")
-        if others := sorted({path.name for path in self._listed(self.path)} - {CHECKPOINTS}):
+        found = {path.name for path in self._listed(self.path) if not is_unfinished(path, _UNFINISHED)}
+        if others := sorted(found - {CHECKPOINTS}):
             raise OptionError(
                 f"{self.path} has {len(others)} files of something else ({others[0]} first), which a run could "
                 "overwrite: pass another --out"
@@ -106,7 +117,7 @@ class RunFolder:
 
     def begin_with(self, history: bytes, *, has_events: bool = False) -> None:
         """Writes the history of the checkpoint, and makes the file of times as long: lost times are null."""
-        remove_unfinished(self.path, "|".join(map(re.escape, _FILES)))
+        remove_unfinished(self.path, _UNFINISHED)
         self._events = EventFile(self.path) if has_events else None
         write_whole(self.path / HISTORY, history)
         path = self.path / TIMES

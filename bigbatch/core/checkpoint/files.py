@@ -44,6 +44,12 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
 
 
+def is_unfinished(path: Path, name: str) -> bool:
+    """Whether this is from `unfinished`, for a file whose name matches this regular expression."""
+    found = _UNFINISHED.fullmatch(path.name)
+    return found is not None and re.fullmatch(name, found["name"]) is not None
+
+
 def remove_unfinished(folder: Path, name: str) -> None:
     """Removes what processes that were killed have left of `unfinished`.
 
@@ -52,8 +58,7 @@ def remove_unfinished(folder: Path, name: str) -> None:
         name: A regular expression for the names that were to be written.
     """
     for path in folder.iterdir() if folder.is_dir() else ():
-        found = _UNFINISHED.fullmatch(path.name)
-        if found is not None and re.fullmatch(name, found["name"]):
+        if is_unfinished(path, name):
             remove(path)
 
 
