@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from tests.crash.process import num_lines, start
 
-from .command import environment, history_of, run, summary_of, train, write_task
+from .command import BIGBATCH, environment, history_of, run, summary_of, train, write_task
 from .test_refusals import assert_refused
 
 FILES = ("config.toml", "history.jsonl", "times.jsonl", "summary.json", "report.html", "model.safetensors")
@@ -168,21 +169,46 @@ def loss(model, batch):
     assert all((tmp_path / "run" / name).is_file() for name in FILES)
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_reader_that_goes_away(stream: str, tmp_path: Path) -> None:
-    code = "\nkept = loss\ndef loss(model, batch):\n    print('x' * 10_000)\n    return kept(model, batch)\n"
-    task = write_task(tmp_path, code)
+TALKATIVE = "\nkept = loss\ndef loss(model, batch):\n    print('x' * 10_000)\n    return kept(model, batch)\n"
+
+
+def closed_pipe() -> int:
+    """The end of a pipe that nobody reads."""
     read, write = os.pipe()
     os.close(read)
-    given = ["train", task, "--out", tmp_path / "run", "--steps", 20, "--no-compare"]
-    from .command import BIGBATCH
+    return write
 
-    others = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: write}
-    done = subprocess.run([BIGBATCH, *map(str, given)], env=environment(), timeout=120, check=False, **others)
-    os.close(write)
+
+def full_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+@pytest.mark.parametrize("opened", [closed_pipe, full_disk])
+def test_output_that_cannot_be_written(opened: Callable[[], int], tmp_path: Path) -> None:
+    task, out = write_task(tmp_path, TALKATIVE), opened()
+    given = ["train", task, "--out", tmp_path / "run", "--steps", 20, "--no-compare"]
+    done = subprocess.run([BIGBATCH, *map(str, given)], env=environment(), timeout=120, stdout=out, stderr=out)
+    os.close(out)
     assert summary_of(tmp_path / "run")["status"] == "finished"
     assert len(history_of(tmp_path / "run")) == 20
     assert done.returncode == 0
+
+
+def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
+    """The bar has nowhere to go; the run goes on, as under nohup."""
+    terminal, screen = os.openpty()
+    task, out = write_task(tmp_path, TALKATIVE), tmp_path / "run"
+    given = ["train", task, "--out", out, "--steps", 400, "--no-compare"]
+    process = subprocess.Popen([BIGBATCH, *map(str, given)], env=environment(), stdout=screen, stderr=screen)
+    os.close(screen)
+    shown = b""
+    while num_lines(out / "history.jsonl") < 3:
+        shown += os.read(terminal, 100_000)
+    os.close(terminal)
+    assert process.wait(120) == 0
+    assert b"\x1b[?25l" in shown  # the bar hides the cursor
+    assert summary_of(out)["status"] == "finished"
+    assert len(history_of(out)) == 400
 
 
 def test_names_are_shown_as_text(tmp_path: Path) -> None:
@@ -203,8 +229,6 @@ def test_files_of_the_current_folder_are_not_imported(tmp_path: Path) -> None:
     here.mkdir()
     for name in ("typer", "rich", "numpy", "torch", "json"):
         (here / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w'); raise SystemExit(9)")
-    from .command import BIGBATCH
-
     for given in (["train", task, "--out", tmp_path / "run", "--steps", 2], ["doctor"]):
         done = subprocess.run(
             [BIGBATCH, *map(str, given)], cwd=here, env=environment(), capture_output=True, text=True, check=False

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -129,3 +130,61 @@ def test_in_the_middle_of_a_window(tmp_path):
     assert 0 < len(saved.state["trained"]["engine"]["accumulator"]["window"]["losses"]) < 6
     assert start(["train", task, "--resume", out, "--steps", 4], log).wait(120) == 0
     assert differences(tmp_path / "whole", out) == []
+
+
+SLOW_WHEN_WHOLE = """
+import os
+import time
+from tests.crash.tasks.{framework}_task import *
+from tests.crash.tasks.{framework}_task import loss as quick
+import {framework}
+
+def loss(model, batch, *key):
+    if batch[0].shape[0] > 3:
+        open(__file__ + ".pid", "w").write(str(os.getpid()))
+        time.sleep(600)
+    return quick(model, batch, *key)
+"""
+
+
+def contents(folder):
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "framework", ["torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensorflow", "jax"))]
+)
+def test_the_full_batch_ends_with_the_run(framework, number, tmp_path):
+    """Its loss would take ten minutes; it is gone within two seconds, and writes nothing more."""
+    task, out, log = tmp_path / "whole.py", tmp_path / "run", tmp_path / "log.txt"
+    task.write_text(SLOW_WHEN_WHOLE.format(framework=framework))
+    process = start(["train", task, "--out", out, "--steps", 2, "--compare"], log)
+    pid = wait_for(process, tmp_path / "whole.py.pid", log)
+    os.kill(pid, 0)
+    process.send_signal(number)
+    assert process.wait(10) == -number
+    deadline = time.monotonic() + 2
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    before = contents(tmp_path)
+    time.sleep(0.5)
+    assert contents(tmp_path) == before
+
+
+def wait_for(process, path, log):
+    """The number in a file that another process writes."""
+    deadline = time.monotonic() + 120
+    while not path.exists() or not path.read_text():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return int(path.read_text())
+
+
+def is_running(pid):
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()  # a dead process whose parent is gone
+    except FileNotFoundError:
+        return False
