@@ -264,7 +264,7 @@ def test_run_that_is_still_evaluating_is_not_resumed(tmp_path):
             time.sleep(0.01)
         done = run("train", task, "--resume", out, "--steps", 2)
         assert done.returncode == 2, done.stderr
-        assert "another process is training in" in done.stderr
+        assert "is in use by another process" in done.stderr
     finally:
         (tmp_path / "go on").touch()
         assert first.wait(60) == 0

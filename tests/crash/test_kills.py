@@ -31,7 +31,7 @@ def test_negative_control_run_without_its_random_state(tmp_path):
     """The comparison finds a run that does not restore its random state."""
     done = soak("--kills", 2, "--task", ROOT / "tests/crash/tasks/forgetful_task.py")
     assert done.returncode == 1, done.stdout + done.stderr
-    for name in ("history.jsonl", "model.safetensors", "checkpoint: state/trained/engine/model/0.weight"):
+    for name in ("history.jsonl", "model.safetensors", "checkpoint: state/trained/engine/parts/model/0.weight"):
         assert name in done.stdout
 
 
