@@ -61,6 +61,12 @@ def names_of_ours(folder: Path) -> list[str]:
     return [*FILES, *FOLDERS, *inside, *(str(path.relative_to(folder)) for path in newest.iterdir())]
 
 
+def written_outside(folder: Path, writes: Path) -> set[str]:
+    """What a process wrote, made, moved or removed that is neither in this folder nor a question to the system."""
+    allowed = (f"{folder.resolve()}/", "/proc/", "/dev/null")
+    return {line for line in writes.read_text().splitlines() if not line.startswith(allowed)}
+
+
 def test_no_link_is_followed(run_of_6: Path, task: Path, tmp_path: Path) -> None:
     """A link at every name that a run writes, to a file or to a folder, which is there or not."""
     tried = 0
@@ -75,15 +81,66 @@ def test_no_link_is_followed(run_of_6: Path, task: Path, tmp_path: Path) -> None
             ours = folder / name
             shutil.rmtree(ours) if ours.is_dir() else ours.unlink(missing_ok=True)
             ours.symlink_to(victim / target)
-            before = contents(victim)
-            done = run("train", task, "--resume", folder, "--steps", 8, "--no-compare")
+            before, writes = contents(victim), place / "writes.txt"
+            done = run("train", task, "--resume", folder, "--steps", 8, "--no-compare", writes=writes)
             assert contents(victim) == before, (name, target, done.stderr)
+            assert written_outside(folder, writes) == set(), (name, target)
             assert "Traceback" not in done.stderr, (name, target, done.stderr)
             if name in (*FILES, *FOLDERS, "checkpoints/lock"):
                 assert done.returncode == 2, (name, target, done.stderr)
                 assert f"{ours} is a link" in " ".join(done.stderr.split())
             tried += 1
     assert tried == 3 * len(names_of_ours(run_of_6)) >= 40
+
+
+def test_negative_control_of_what_is_written_outside(run_of_6: Path, tmp_path: Path) -> None:
+    """The list has what a task writes."""
+    code = "\nfrom os import mkdir, rename\nname = __file__\nopen(f'{name}.1', 'w')\nmkdir(f'{name}.2')\n"
+    code += "rename(f'{name}.2', f'{name}.3')\n"
+    task, writes = write_task(tmp_path, code), tmp_path / "writes.txt"
+    shutil.copytree(run_of_6, tmp_path / "run")
+    assert run("train", task, "--resume", tmp_path / "run", "--no-compare", writes=writes).returncode == 0
+    assert written_outside(tmp_path / "run", writes) == {f"{task}.{number}" for number in (1, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (".", "is not readable"),
+        ("config.toml", "cannot read"),
+        ("history.jsonl", None),  # the checkpoint has its own
+        ("times.jsonl", "Permission denied"),
+        ("checkpoints", "Permission denied"),
+        ("checkpoints/lock", "Permission denied"),
+        ("checkpoints/000002", "cannot be read (Permission denied), which does not mean that it is damaged"),
+        ("checkpoints/000002/state.json", "000002 cannot be read (Permission denied), which does not mean that"),
+    ],
+)
+def test_a_run_of_which_somebody_else_owns_a_part(
+    name: str, reason: str | None, run_of_6: Path, task: Path, tmp_path: Path
+) -> None:
+    """Root's own rights are dropped. What cannot be read is named, and nothing changes."""
+    folder = tmp_path / "run"
+    shutil.copytree(run_of_6, folder)
+    taken = folder / name
+    if os.geteuid() == 0:
+        os.chown(taken, 65534, 65534)
+    mode = taken.stat().st_mode
+    taken.chmod(0)
+    before = contents(folder) if os.geteuid() == 0 else None
+    done = run("train", task, "--resume", folder, "--steps", 8, "--no-compare", has_rights=False)
+    assert "Traceback" not in done.stderr
+    if reason is None:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode in (2, 4), done.stderr
+        assert reason in " ".join(done.stderr.split())
+        assert before in (None, contents(folder))
+    if os.geteuid() == 0:
+        os.chown(taken, 0, 0)
+    taken.chmod(mode)
+    assert run("train", task, "--resume", folder, "--steps", 8, "--no-compare").returncode == 0
+    assert len(history_of(folder)) == 8
 
 
 @pytest.mark.parametrize(

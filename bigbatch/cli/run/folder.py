@@ -118,10 +118,10 @@ class RunFolder:
     def begin_with(self, history: bytes, *, has_events: bool = False) -> None:
         """Writes the history of the checkpoint, and makes the file of times as long: lost times are null."""
         remove_unfinished(self.path, _UNFINISHED)
-        self._events = EventFile(self.path) if has_events else None
-        write_whole(self.path / HISTORY, history)
         path = self.path / TIMES
         lines = read_plain(path).split(b"\n")[:-1] if path.exists() else []  # the last one is empty or cut off
+        self._events = EventFile(self.path) if has_events else None
+        write_whole(self.path / HISTORY, history)
         num_steps = history.count(b"\n")
         lost = "".join(json_line({"step": step, "seconds": None}) for step in range(len(lines), num_steps))
         write_whole(path, b"".join(line + b"\n" for line in lines[:num_steps]) + lost.encode())
