@@ -184,6 +184,24 @@ def test_a_refused_resume_leaves_the_options(run_of_6: Path, task: Path, tmp_pat
     assert train_on.returncode == 0, train_on.stderr
 
 
+def test_what_a_killed_process_has_left(task: Path, tmp_path: Path) -> None:
+    """A start that was killed can be repeated, and the next one tidies up, but only what is ours."""
+    out = tmp_path / "run"
+    names = {".config.toml.0123456789abcdef.part", ".full_batch.toml.0123456789abcdef.part"}
+    out.mkdir()
+    for name in names:
+        (out / name).write_text("lr = ")
+    train(task, out, "--steps", 2, "--no-compare")
+    assert not names & set(contents(out))
+    (out / ".notes.txt.0123456789abcdef.part").write_text("mine")
+    train_on = run("train", task, "--resume", out, "--steps", 3, "--no-compare")
+    assert train_on.returncode == 0, train_on.stderr
+    assert ".notes.txt.0123456789abcdef.part" in contents(out)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".notes.txt.0123456789abcdef.part").write_text("mine")
+    assert_refused(run("train", task, "--out", tmp_path / "new"), "1 files of something else")
+
+
 def test_a_history_that_was_cut_off(run_of_6: Path, task: Path, tmp_path: Path) -> None:
     """The checkpoint has its own."""
     shutil.copytree(run_of_6, tmp_path / "run")
