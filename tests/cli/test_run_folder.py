@@ -54,6 +54,16 @@ def test_an_empty_folder_and_a_file(task: Path, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["config.toml", "history.jsonl", "checkpoints", "full_batch"])
+def test_a_new_run_in_a_folder_with_a_link(name: str, task: Path, tmp_path: Path) -> None:
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "victim")
+    before = contents(tmp_path)
+    assert_refused(run("train", task, "--out", tmp_path / "run", "--steps", 2), str(tmp_path / "run"))
+    assert contents(tmp_path) == before
+
+
 def names_of_ours(folder: Path) -> list[str]:
     """Every name that a run writes, in the run folder and in its checkpoints."""
     inside = [f"checkpoints/{path.name}" for path in (folder / "checkpoints").iterdir()]

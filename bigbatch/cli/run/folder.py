@@ -54,6 +54,7 @@ class RunFolder:
             )
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise OptionError(f"{self.path} is not a folder: pass another --out")
+        check_own(self.path / CHECKPOINTS, is_folder=True)
         found = {path.name for path in self._listed(self.path) if not is_unfinished(path, _UNFINISHED)}
         if others := sorted(found - {CHECKPOINTS}):
             raise OptionError(
