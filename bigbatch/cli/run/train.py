@@ -77,10 +77,10 @@ class _Training:
 
     def run(self) -> int:
         """Trains to the end. Returns 0, or the exit code of a run that ended early."""
-        self.folder.begin_with(self.checkpoints.saved_lines, has_events=self.config.tensorboard)
         self.screen.start(self.task.name, self.num_wanted, self.checkpoints.num_batches)
         is_in_step, num_before = False, self.checkpoints.num_batches
         try:
+            self.folder.begin_with(self.checkpoints.saved_lines, has_events=self.config.tensorboard)
             with Interruption(self.engine.interrupt, self.screen.leave) as interruption:
                 try:
                     self._train(interruption)
