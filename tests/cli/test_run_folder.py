@@ -211,7 +211,7 @@ def test_what_a_killed_process_has_left(task: Path, tmp_path: Path) -> None:
     assert ".notes.txt.0123456789abcdef.part" in contents(out)
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / ".notes.txt.0123456789abcdef.part").write_text("mine")
-    assert_refused(run("train", task, "--out", tmp_path / "new"), "1 files of something else")
+    assert_refused(run("train", task, "--out", tmp_path / "new"), "is not empty, and not a run of bigbatch")
 
 
 def test_a_history_that_was_cut_off(run_of_6: Path, task: Path, tmp_path: Path) -> None:
