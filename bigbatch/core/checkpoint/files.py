@@ -68,11 +68,11 @@ def open_own(path: Path, flags: int) -> int:
         descriptor = os.open(path, flags | os.O_CREAT | _NO_LINK | getattr(os, "O_NONBLOCK", 0), 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
-            raise StateError(not_ours(path)) from error
+            raise StateError(_not_ours(path)) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise StateError(not_ours(path))
+        raise StateError(_not_ours(path))
     return descriptor
 
 
@@ -83,10 +83,10 @@ def check_own(path: Path, *, is_folder: bool = False) -> None:
     except FileNotFoundError:
         return
     if not (stat.S_ISDIR(mode) if is_folder else stat.S_ISREG(mode)):
-        raise StateError(not_ours(path))
+        raise StateError(_not_ours(path))
 
 
-def not_ours(path: Path) -> str:
+def _not_ours(path: Path) -> str:
     """The error message for a name that stands for something we would not have made."""
     what = "a link" if path.is_symlink() else "not a folder" if path.exists() and not path.is_dir() else "not a file"
     return f"{path} is {what}, which bigbatch does not make and does not follow: remove it, or use a different folder"
