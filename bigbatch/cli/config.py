@@ -142,7 +142,7 @@ class Config:
         "skip, raise or stop: what to do about a gradient that is not finite.",
         _one_of(*get_args(OnNonFinite)),
         passed_on={"torch": "on_nonfinite", "tensorflow": "on_nonfinite"},
-        read_by=("jax",),
+        read_by=("keras", "jax"),
     )
     checkpoint_every: str | int | None = _flag(
         "10min", "How often to save a checkpoint: steps (100) or a time (10min).", _interval

@@ -53,14 +53,24 @@ defaults = {{"batch_size": 16, "micro_batch_size": 3, "epochs": 3, "lr": 0.05}}
 """
 
 
-def run(*arguments: Any, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs `bigbatch …` to its end, in a process forked from one that has imported the framework."""
+def run(
+    *arguments: Any, cwd: Path | None = None, writes: Path | None = None, has_rights: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Runs `bigbatch …` to its end, in a process forked from one that has imported the framework.
+
+    Args:
+        *arguments: Of the command.
+        cwd: The current folder.
+        writes: A file for a list of all that the process writes.
+        has_rights: Whether the rights of root, if it has them, go beyond what files permit.
+    """
     command = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "stdout", Path(folder) / "stderr"
         code = zygote(framework_of_command(command)).run(
-            arguments=command, folder=str(cwd or Path.cwd()), environment=environment(), out=str(out), err=str(err)
-        )
+            arguments=command, folder=str(cwd or Path.cwd()), environment=environment(), out=str(out), err=str(err),
+            writes=str(writes or ""), has_rights=has_rights,
+        )  # fmt: skip
         texts = (path.read_text(errors="backslashreplace") for path in (out, err))
         return subprocess.CompletedProcess(command, code, *texts)
 

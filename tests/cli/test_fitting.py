@@ -231,7 +231,9 @@ def test_steps_skipped_before_a_resume_count_in_tensorflow(tmp_path):
     task = tmp_path / "task.py"
     task.write_text(KERAS.format(framework="tensorflow", size=4, loss=LOSSES["tensorflow"]) + SKIPPED)
     out = tmp_path / "run"
-    train(task, out, "--steps", 20)
+    done = run("train", task, "--out", out, "--steps", 20)
+    assert done.returncode == 2, done.stderr
+    assert "none of the 20 steps was applied" in " ".join(done.stderr.split())
     done = run("train", task, "--resume", out, "--steps", 40)
     assert done.returncode == 2, done.stderr
     assert "32 steps were skipped" in " ".join(done.stderr.split())

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from .command import history_of, run, summary_of, train, write_task
+from .command import TINY, history_of, run, summary_of, train, write_task
+from .jax_task import TINY as JAX
 
 BAD = """
 good = batches
@@ -47,7 +48,67 @@ def test_raise_prints_one_sentence(tmp_path: Path) -> None:
     assert list((out / "checkpoints").glob("0*"))
 
 
-def test_stop_is_refused_for_keras(tmp_path: Path) -> None:
-    done = run("train", "digits", "--framework", "keras", "--out", tmp_path / "run", "--on-nonfinite", "stop")
-    assert done.returncode == 2
-    assert "--on-nonfinite stop is for torch, tensorflow, jax, but digits is a task for keras" in done.stderr
+KERAS = """
+import keras
+import numpy as np
+
+def model():
+    return keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(3)])
+
+def batches(batch_size):
+    x = np.random.default_rng(0).normal(size=(40, 16, 6)).astype("float32")
+    return [(each, each[:, :3].argmax(1)) for each in x]
+
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+defaults = {"batch_size": 16, "micro_batch_size": 3, "epochs": 1, "lr": 0.05}
+"""
+TENSORFLOW = f"""
+import tensorflow
+{KERAS}
+mean = loss
+def loss(model, batch):
+    return mean(batch[1], model(batch[0]))
+"""
+GOOD_AT_FIRST = """
+all_good = batches
+def batches(batch_size):
+    return [(x * (1 if number == 0 else np.nan), y) for number, (x, y) in enumerate(all_good(batch_size))]
+"""
+ALL_BAD = """
+all_good = batches
+def batches(batch_size):
+    return [(x * float("nan"), y) for x, y in all_good(batch_size{})]
+"""
+
+
+def test_keras(tmp_path: Path) -> None:
+    """By default an error after 32 in a row, also across a resume; with "raise" and "stop" at once."""
+    task, out = tmp_path / "task.py", tmp_path / "run"
+    task.write_text(KERAS + GOOD_AT_FIRST)
+    train(task, out, "--no-compare", "--steps", 20)
+    assert [step["is_applied"] for step in history_of(out)] == [True] + [False] * 19
+    train(task, tmp_path / "short", "--no-compare", "--steps", 1)
+    assert (out / "model.safetensors").read_bytes() == (tmp_path / "short" / "model.safetensors").read_bytes()
+    done = run("train", task, "--resume", out, "--steps", 40)
+    assert done.returncode == 2, done.stderr
+    assert "the last 32 steps were skipped, starting at step 2, where the loss was not finite" in done.stderr
+    assert len(history_of(out)) == 32
+    done = run("train", task, "--out", tmp_path / "raised", "--on-nonfinite", "raise")
+    assert done.returncode == 2, done.stderr
+    assert "the loss is not finite in step 2, so it was not taken" in done.stderr
+    done = run("train", task, "--out", tmp_path / "stopped", "--on-nonfinite", "stop")
+    assert done.returncode == 5, done.stderr
+    assert [step["is_applied"] for step in history_of(tmp_path / "stopped")] == [True, False]
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras", "jax"])
+def test_a_run_without_an_applied_step_is_an_error(framework: str, tmp_path: Path) -> None:
+    task, out = tmp_path / "task.py", tmp_path / "run"
+    start = {"torch": TINY.format(dropout=0.0), "tensorflow": TENSORFLOW, "keras": KERAS, "jax": JAX}[framework]
+    task.write_text(start + ALL_BAD.format(", 0, 0" if framework in ("torch", "jax") else ""))
+    done = run("train", task, "--out", out, "--steps", 3)
+    assert done.returncode == 2, done.stderr
+    assert "none of the 3 steps was applied, since the gradient was not finite" in done.stderr
+    assert [step["is_applied"] for step in history_of(out)] == [False] * 3
+    assert not (out / "full_batch").exists()

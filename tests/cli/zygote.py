@@ -17,6 +17,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from tests.crash.confined import list_writes, obey_permissions
+
 PRELOADED = {
     "torch": ["torch", "torch._dynamo", "sklearn.datasets", "bigbatch.torch", "bigbatch.cli.engines.torch"],
     "tensorflow": ["tensorflow", "keras", "sklearn.datasets", "bigbatch.tensorflow", "bigbatch.keras"],
@@ -74,7 +76,9 @@ def serve(framework: str) -> None:
     os._exit(0)
 
 
-def prepare(arguments: list[str], folder: str, environment: dict[str, str], out: str, err: str) -> None:
+def prepare(
+    arguments: list[str], folder: str, environment: dict[str, str], out: str, err: str, writes: str, has_rights: bool
+) -> None:
     """Sets up the child like a newly started `bigbatch …`."""
     os.chdir(folder)
     os.environ.clear()
@@ -85,6 +89,10 @@ def prepare(arguments: list[str], folder: str, environment: dict[str, str], out:
         os.close(file)
     sys.argv = ["bigbatch", *arguments]
     sys.path[0] = os.path.dirname(sys.executable)  # as for the script of the command
+    if not has_rights:
+        obey_permissions()
+    if writes:
+        list_writes(writes)
 
 
 def end(code: Any) -> None:

@@ -25,6 +25,8 @@ from bigbatch import BigBatchWarning, MissingExtraError, OptionError, OrderError
 from bigbatch.core.checkpoint.schedule import Every
 from bigbatch.core.checkpoint.serialize import MAX_JSON, from_bytes, packed, to_bytes, to_json, to_safetensors
 from bigbatch.core.checkpoint.store import ARRAYS, MANIFEST, STATE, Store, _manifest_of, _signed
+from tests.crash.confined import obey_permissions
+from tests.crash.operations import in_a_fork
 from tests.examples import examples
 
 FILES = (MANIFEST, STATE, ARRAYS, "history.jsonl")
@@ -461,18 +463,20 @@ def test_no_link_is_followed(name: str, tmp_path: Path) -> None:
     assert (target.read_bytes() if target.exists() else None) == before
 
 
-def test_unreadable_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(tmp_path).close()
-    opened = os.open
+@pytest.mark.parametrize("name", [*FILES, ".", "log"])
+def test_unreadable_is_not_damaged(name: str, tmp_path: Path) -> None:
+    """A file of the newest checkpoint, its folder, the log: the one before is not used in its place."""
+    store = saved(tmp_path, 1)
+    store.save(2, {}, {"history.jsonl": b""}, new_lines=b"a line\n", wait=True)
+    store.close()
+    (next(tmp_path.glob("log*")) if name == "log" else tmp_path / "000002" / name).chmod(0)
 
-    def refused(path: Any, *args: Any, **kwargs: Any) -> int:
-        if str(path).endswith(ARRAYS):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return opened(path, *args, **kwargs)
+    def load() -> None:
+        obey_permissions()
+        with pytest.raises(StateError, match=r"000002 cannot be read \(Permission denied\).*nothing was changed"):
+            Store(tmp_path).load()
 
-    monkeypatch.setattr(os, "open", refused)
-    with pytest.raises(StateError, match=r"000002 cannot be read \(Permission denied\).*nothing was changed"):
-        Store(tmp_path).load()
+    assert in_a_fork(load) == 0
 
 
 def test_two_stores_in_one_process(tmp_path: Path) -> None:
@@ -689,19 +693,20 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
         store.load()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere; the test above and below fail for root too")
 def test_a_read_only_folder(tmp_path: Path) -> None:
     saved(tmp_path).close()
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    try:
+
+    def load_and_save() -> None:
+        obey_permissions()
         store = Store(tmp_path)
         found = store.load()
         assert found is not None
         assert found.step == 2
         with pytest.raises(PermissionError):
             store.save(3, {}, wait=True)
-    finally:
-        tmp_path.chmod(0o755)
+
+    assert in_a_fork(load_and_save) == 0
 
 
 def test_a_read_only_disk(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -15,9 +16,9 @@ def environment():
     return {**os.environ, **known}
 
 
-def start(arguments, log, **options):
-    """Starts a process with a new interpreter."""
-    command = [sys.executable, "-m", "bigbatch", *map(str, arguments)]
+def start(arguments, log, under=(), **options):
+    """Starts a process with a new interpreter, maybe under another command such as nohup."""
+    command = [*under, sys.executable, "-m", "bigbatch", *map(str, arguments)]
     with Path(log).open("ab") as file:
         return subprocess.Popen(command, stdout=file, stderr=file, env=environment(), **options)
 
@@ -25,16 +26,16 @@ def start(arguments, log, **options):
 class Forked:
     """A process forked from an interpreter that has imported torch, which takes most of the time of a start.
 
-    Torch has not run anything before the fork, so no threads are lost.
+    Torch has not run anything before the fork, so no threads are lost. The command runs in the context `around`.
     """
 
-    def __init__(self, arguments, log):
+    def __init__(self, arguments, log, around=nullcontext()):  # noqa: B008
         self.returncode = None
         self.pid = os.fork()
         if not self.pid:
-            self._run(arguments, log)
+            self._run(arguments, log, around)
 
-    def _run(self, arguments, log):
+    def _run(self, arguments, log, around):
         code = 70
         try:
             file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -43,7 +44,8 @@ class Forked:
             sys.argv = ["bigbatch", *map(str, arguments)]
             from bigbatch.cli import main
 
-            main()
+            with around:
+                main()
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(bool(end.code))

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -13,13 +14,13 @@ from .comparison import differences, newest
 from .process import ROOT, num_lines, start
 
 TASK = ROOT / "tests/crash/tasks/torch_task.py"
-STEPS = 30
+STEPS = 60
 
 
-def train(folder, name, *arguments):
+def train(folder, name, *arguments, **started):
     where = ["--resume"] if (folder / name).exists() else ["--out"]
     options = [*where, folder / name, "--steps", STEPS, "--seed", 7, "--no-compare", *arguments]
-    return start(["train", TASK, *options], folder / "log.txt")
+    return start(["train", TASK, *options], folder / "log.txt", **started)
 
 
 def wait_for_steps(process, history, num, log):
@@ -38,23 +39,29 @@ def undisturbed(tmp_path_factory):
 
 
 def test_each_signal_saves_and_has_its_code(undisturbed, tmp_path):
-    """All four signals end one run, one after the other; only they cause checkpoints."""
+    """All five signals end one run, one after the other; only they cause checkpoints. Under nohup it goes on."""
     out, log = tmp_path / "run", tmp_path / "log.txt"
-    codes = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 138, signal.SIGUSR2: 140}
+    codes = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 138, signal.SIGUSR2: 140,
+             signal.SIGHUP: 129}  # fmt: skip
     num = 0
-    for number, code in codes.items():
-        process = train(tmp_path, "run")
+
+    def signalled(number, **started):
+        process = train(tmp_path, "run", **started)
         before = (out / "history.jsonl").stat().st_ino if num else None
         while num and (out / "history.jsonl").stat().st_ino == before and process.poll() is None:
             time.sleep(0.001)
         wait_for_steps(process, out / "history.jsonl", num + 3, log)
         process.send_signal(number)
+        return process
+
+    for number, code in codes.items():
+        process = signalled(number)
         assert process.wait(60) == code, log.read_text()
         summary = json.loads((out / "summary.json").read_text())
         assert summary["status"] == "interrupted"
         assert num + 3 <= summary["num_steps"] == num_lines(out / "history.jsonl") < STEPS
         num = summary["num_steps"]
-    assert train(tmp_path, "run").wait(120) == 0
+    assert signalled(signal.SIGHUP, under=["nohup"]).wait(120) == 0
     told = log.read_text()
     assert "Traceback" not in told
     assert told.replace("\n", " ").count(f"to continue, bigbatch train {TASK} --resume {out}") == len(codes)
@@ -119,3 +126,68 @@ def test_in_the_middle_of_a_window(tmp_path):
     assert 0 < len(saved.state["trained"]["engine"]["parts"]["accumulator"]["window"]["losses"]) < 6
     assert start(["train", task, "--resume", out, "--steps", 4], log).wait(120) == 0
     assert differences(tmp_path / "whole", out) == []
+
+
+SLOW_WHEN_WHOLE = """
+import os
+import sys
+import time
+from tests.crash.tasks.{framework}_task import *
+from tests.crash.tasks.{framework}_task import loss as quick
+import {framework}
+
+def loss(model, batch, **key):
+    if any(argument.endswith("full_batch") for argument in sys.argv):
+        open(__file__ + ".pid", "w").write(str(os.getpid()))
+        time.sleep(600)
+    return quick(model, batch, **key)
+"""
+
+
+def contents(folder):
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+OTHERS = [pytest.param(signal.SIGKILL, framework, marks=pytest.mark.slow) for framework in ("tensorflow", "jax")]
+OTHERS += [
+    pytest.param(number, framework, marks=pytest.mark.slow)
+    for number in (signal.SIGTERM, signal.SIGHUP)
+    for framework in ("torch", "tensorflow", "jax")
+]
+
+
+@pytest.mark.parametrize(("number", "framework"), [(signal.SIGKILL, "torch"), *OTHERS])
+def test_the_full_batch_ends_with_the_run(number, framework, tmp_path):
+    """Its loss would take ten minutes; it is gone within two seconds, and writes nothing more."""
+    task, out, log = tmp_path / "whole.py", tmp_path / "run", tmp_path / "log.txt"
+    task.write_text(SLOW_WHEN_WHOLE.format(framework=framework))
+    process = start(["train", task, "--out", out, "--steps", 2, "--compare"], log)
+    pid = wait_for(process, tmp_path / "whole.py.pid", log)
+    assert pid != process.pid
+    assert is_running(pid)
+    process.send_signal(number)
+    assert process.wait(10) == -number
+    deadline = time.monotonic() + 2
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    before = contents(tmp_path)
+    time.sleep(0.5)
+    assert contents(tmp_path) == before
+
+
+def wait_for(process, path, log):
+    """The number in a file that another process writes."""
+    deadline = time.monotonic() + 120
+    while not path.exists() or not path.read_text():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return int(path.read_text())
+
+
+def is_running(pid):
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()  # a dead process whose parent is gone
+    except FileNotFoundError:
+        return False

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,6 +16,7 @@ from keras import layers, losses, ops
 
 from bigbatch import OptionError
 from bigbatch.keras import accumulate
+from bigbatch.keras.backends.step import FitStep
 
 from .cases import CASES, Case, OwnLoss, entropy, gap, images, mlp, regularized, sgd
 
@@ -101,6 +103,27 @@ def test_a_first_batch_that_does_not_divide() -> None:
     plain = case.plain()
     with STRATEGY.scope():
         assert gap(case.fit(4), plain) < 1e-12
+
+
+def test_no_replica_applies_a_gradient_that_is_not_finite() -> None:
+    """As `bigbatch train` asks for. Only the second replica has the bad sample."""
+    with STRATEGY.scope():
+        model = mlp()
+        model.compile(sgd(), **entropy()())
+    step: Any = FitStep.of(accumulate(model, 3))
+    step.needs_finite_gradient = True
+    x, y = images()().values()
+    bad = x.copy()
+    bad[9] = np.nan
+    applied, weights = [], []
+    for data in (x, bad, x):
+        model.fit(data[:16], y[:16], batch_size=16, verbose=0)
+        applied.append(int(model.optimizer.iterations.numpy()))
+        weights.append(model.get_weights())
+    assert applied == [1, 1, 2]
+    assert all(map(np.array_equal, weights[0], weights[1]))
+    assert all(np.isfinite(w).all() for w in weights[2])
+    assert not np.array_equal(weights[1][0], weights[2][0])
 
 
 @pytest.mark.usefixtures("float64")

@@ -1,15 +1,18 @@
 """Keras tasks: a compiled model that is fitted, step by step."""
 
 import inspect
+import math
 from typing import Any
 
 import keras
 import numpy as np
 
 from ...core.errors import OptionError
+from ...core.nonfinite import NonFinite, place_in
 from ...core.step import Step
 from ...core.verify.result import Verification
 from ...keras import accumulate, verify
+from ...keras.backends.step import FitStep
 from ..config import Config
 from ..errors import TaskError
 from ..run import randomness
@@ -44,6 +47,10 @@ class KerasEngine(Engine):
         self._set_clipping(config.for_framework())
         with task_errors():
             accumulate(self.model, config.micro_batch_size)
+        self._nonfinite = NonFinite(config.on_nonfinite)  # type: ignore[arg-type]
+        step: Any = FitStep.of(self.model)
+        step.needs_finite_gradient, step.needs_finite_loss = True, self._nonfinite.needs_finite_loss
+        self._num_steps = 0
         self._peak = HostPeak()
 
     def _set_clipping(self, options: dict[str, float]) -> None:
@@ -60,18 +67,34 @@ class KerasEngine(Engine):
 
     def step(self, batch: Any) -> Step:
         num = self.num_samples(batch)
-        before = int(inner(self.model.optimizer).iterations.numpy())
+        before = self._num_applied()
         with task_errors():
             self.model.reset_metrics()
             loss = float(self.model.train_on_batch(*batch, return_dict=True)["loss"])
+        self._num_steps += 1
+        is_applied = self._num_applied() > before
+        if is_applied:
+            self._nonfinite.applied()
+        elif self.model.trainable_variables:
+            is_overflow = inner(self.model.optimizer) is not self.model.optimizer and math.isfinite(loss)
+            self._nonfinite.skipped(self._num_steps, place_in((loss,)) or "the gradient", is_overflow=is_overflow)
+            self._nonfinite.check(self._num_steps)
         return Step(
             terms=(loss,),
             weight=num,
             grad_norm=None,
             num_micro_batches=-(-num // self.micro_batch_size),
             micro_batch_size=self.micro_batch_size,
-            is_applied=int(inner(self.model.optimizer).iterations.numpy()) > before,
+            is_applied=is_applied,
         )
+
+    def _num_applied(self) -> int:
+        """How many steps the optimizer has made."""
+        return int(inner(self.model.optimizer).iterations.numpy())
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._nonfinite.is_stopped
 
     def set_lr(self, lr: float) -> None:
         inner(self.model.optimizer).learning_rate = lr
@@ -90,10 +113,14 @@ class KerasEngine(Engine):
         return self._peak.num_bytes()
 
     def state(self) -> dict[str, Any]:
-        return state_of_variables(self.model, self.model.optimizer)
+        variables = state_of_variables(self.model, self.model.optimizer)
+        return {**variables, "num_steps": self._num_steps, "skipped": self._nonfinite.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
+        skipped = NonFinite.read(state["skipped"])
         load_variables(state, self.model, self.model.optimizer)
+        self._num_steps = state["num_steps"]
+        self._nonfinite.load_state_dict(skipped)
 
     def verify(self, batch: Any) -> Verification:
         self.num_samples(batch)  # raises unless it is (x, y) or (x, y, sample_weight)

@@ -17,7 +17,7 @@ from ..errors import NOT_EXACT
 from ..report.run import Run, read_run
 from ..summary import Comparison, FullBatch, Summary, parse
 from .display import Screen
-from .folder import FULL_BATCH, RunFolder
+from .folder import FULL_BATCH, FULL_BATCH_CONFIG, RunFolder
 
 
 def with_full_batch(summary: Summary, config: Config, folder: RunFolder, screen: Screen) -> Summary:
@@ -66,7 +66,7 @@ def _train_full_batch(config: Config, num_steps: int, folder: RunFolder, screen:
     full = replace(config, micro_batch_size=config.batch_size, compare=False, tensorboard=False)
     check_own(folder.path, is_folder=True)
     remove(folder.path)  # what an earlier comparison of this run has left
-    wanted = unfinished(folder.path.with_name("full_batch.toml"))
+    wanted = unfinished(folder.path.with_name(FULL_BATCH_CONFIG))
     write_through(wanted, full.as_toml().encode())
     flags = ("--config", str(wanted), "--out", str(folder.path), "--quiet")
     screen.start("full batch", num_steps)

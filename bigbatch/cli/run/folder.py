@@ -12,7 +12,15 @@ from typing import Any, TextIO
 import numpy as np
 from safetensors.numpy import load_file, save
 
-from ...core.checkpoint.files import check_own, open_own, read_plain, remove, remove_unfinished, write_whole
+from ...core.checkpoint.files import (
+    check_own,
+    is_unfinished,
+    open_own,
+    read_plain,
+    remove,
+    remove_unfinished,
+    write_whole,
+)
 from ...core.checkpoint.store import LOCK
 from ...core.errors import OptionError
 from ...core.json_values import json_line, to_json
@@ -22,7 +30,9 @@ from .tensorboard import EventFile
 
 CONFIG, HISTORY, TIMES, SUMMARY, REPORT = "config.toml", "history.jsonl", "times.jsonl", "summary.json", "report.html"
 FULL_BATCH, CHECKPOINTS, MODEL = "full_batch", "checkpoints", "model.safetensors"
+FULL_BATCH_CONFIG = "full_batch.toml"  # there only while the full batch trains
 _FILES = (CONFIG, HISTORY, TIMES, SUMMARY, REPORT, MODEL)
+_UNFINISHED = "|".join(map(re.escape, (*_FILES, FULL_BATCH_CONFIG)))
 
 
 class RunFolder:
@@ -37,17 +47,18 @@ class RunFolder:
         self._events: EventFile | None = None
 
     def check_new(self) -> None:
-        """Raises OptionError if anything but the lock of this run is in the folder."""
+        """Raises OptionError unless all that is in the folder is a lock, and what a killed start has left."""
         if any(os.path.lexists(self.path / name) for name in (CONFIG, HISTORY)) or self._has_checkpoint():
             raise OptionError(
                 f"{self.path} has a run already: pass another --out, or continue it with --resume {self.path}"
             )
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise OptionError(f"{self.path} is not a folder: pass another --out")
-        own = self.path / CHECKPOINTS
-        if others := [path for path in self._listed(self.path) if path != own or not path.is_dir()]:
+        check_own(self.path / CHECKPOINTS, is_folder=True)
+        found = {path.name for path in self._listed(self.path) if not is_unfinished(path, _UNFINISHED)}
+        if others := sorted(found - {CHECKPOINTS}):
             raise OptionError(
-                f"{self.path} is not empty, and not a run of bigbatch ({min(others).name} is in it), so a run could "
+                f"{self.path} is not empty, and not a run of bigbatch ({others[0]} is in it), so a run could "
                 "overwrite something: pass another --out"
             )
 
@@ -107,11 +118,11 @@ class RunFolder:
 
     def begin_with(self, history: bytes, *, has_events: bool = False) -> None:
         """Writes the history of the checkpoint, and makes the file of times as long: lost times are null."""
-        remove_unfinished(self.path, "|".join(map(re.escape, _FILES)))
-        self._events = EventFile(self.path) if has_events else None
-        write_whole(self.path / HISTORY, history)
+        remove_unfinished(self.path, _UNFINISHED)
         path = self.path / TIMES
         lines = read_plain(path).split(b"\n")[:-1] if path.exists() else []  # the last one is empty or cut off
+        self._events = EventFile(self.path) if has_events else None
+        write_whole(self.path / HISTORY, history)
         num_steps = history.count(b"\n")
         lost = "".join(json_line({"step": step, "seconds": None}) for step in range(len(lines), num_steps))
         write_whole(path, b"".join(line + b"\n" for line in lines[:num_steps]) + lost.encode())

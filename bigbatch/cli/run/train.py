@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from ... import __version__
-from ...core.errors import BatchError, Interrupted, StateError
+from ...core.errors import BatchError, Interrupted, NonFiniteError, StateError
 from ...core.history import History
 from ...core.window import rank_slices
 from ..config import Config
@@ -77,10 +77,10 @@ class _Training:
 
     def run(self) -> int:
         """Trains to the end. Returns 0, or the exit code of a run that ended early."""
-        self.folder.begin_with(self.checkpoints.saved_lines, has_events=self.config.tensorboard)
         self.screen.start(self.task.name, self.num_wanted, self.checkpoints.num_batches)
         is_in_step, num_before = False, self.checkpoints.num_batches
         try:
+            self.folder.begin_with(self.checkpoints.saved_lines, has_events=self.config.tensorboard)
             with Interruption(self.engine.interrupt, self.screen.leave) as interruption:
                 try:
                     self._train(interruption)
@@ -101,7 +101,18 @@ class _Training:
             self.checkpoints.wait()
         if interruption.is_agreed:
             return interruption.code
-        return STOPPED if self.engine.is_stopped else 0
+        if self.engine.is_stopped:
+            return STOPPED
+        self._check_applied()
+        return 0
+
+    def _check_applied(self) -> None:
+        """Raises NonFiniteError if no step of the run changed the weights."""
+        if not self.checkpoints.progress.num_applied:
+            raise NonFiniteError(
+                f"none of the {self.checkpoints.num_batches} steps was applied, since the gradient was not finite or "
+                "the batch had no weight: look at the data, or lower the learning rate"
+            )
 
     def check_saved(self) -> None:
         """Raises OSError, once all else is written, if the last checkpoint could not be."""

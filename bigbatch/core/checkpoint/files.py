@@ -18,13 +18,14 @@ _UNFINISHED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.part")
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes a new file and moves it into place: a process that is killed in between leaves the old file.
 
-    A link in its place is replaced, not followed.
+    When this returns, the file survives a power failure. A link in its place is replaced, not followed.
     """
     path = Path(path)
     part = unfinished(path)
     try:
         write_through(part, content)
         part.replace(path)
+        flush_folder(path.parent)
     finally:
         part.unlink(missing_ok=True)
 
@@ -43,6 +44,12 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
 
 
+def is_unfinished(path: Path, name: str) -> bool:
+    """Whether this is from `unfinished`, for a file whose name matches this regular expression."""
+    found = _UNFINISHED.fullmatch(path.name)
+    return found is not None and re.fullmatch(name, found["name"]) is not None
+
+
 def remove_unfinished(folder: Path, name: str) -> None:
     """Removes what processes that were killed have left of `unfinished`.
 
@@ -51,8 +58,7 @@ def remove_unfinished(folder: Path, name: str) -> None:
         name: A regular expression for the names that were to be written.
     """
     for path in folder.iterdir() if folder.is_dir() else ():
-        found = _UNFINISHED.fullmatch(path.name)
-        if found is not None and re.fullmatch(name, found["name"]):
+        if is_unfinished(path, name):
             remove(path)
 
 
@@ -62,11 +68,11 @@ def open_own(path: Path, flags: int) -> int:
         descriptor = os.open(path, flags | os.O_CREAT | _NO_LINK | getattr(os, "O_NONBLOCK", 0), 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
-            raise StateError(not_ours(path)) from error
+            raise StateError(_not_ours(path)) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise StateError(not_ours(path))
+        raise StateError(_not_ours(path))
     return descriptor
 
 
@@ -77,10 +83,10 @@ def check_own(path: Path, *, is_folder: bool = False) -> None:
     except FileNotFoundError:
         return
     if not (stat.S_ISDIR(mode) if is_folder else stat.S_ISREG(mode)):
-        raise StateError(not_ours(path))
+        raise StateError(_not_ours(path))
 
 
-def not_ours(path: Path) -> str:
+def _not_ours(path: Path) -> str:
     """The error message for a name that stands for something we would not have made."""
     what = "a link" if path.is_symlink() else "not a folder" if path.exists() and not path.is_dir() else "not a file"
     return f"{path} is {what}, which bigbatch does not make and does not follow: remove it, or use a different folder"

@@ -317,9 +317,18 @@ class Store:
         """Numbers and folders of all checkpoints, the oldest first, those that are damaged included."""
         with suppress(FileNotFoundError):
             paths = [self.folder / name for name in os.listdir(self.folder) if re.fullmatch(_NAME, name)]
-            named = [path for path in paths if any(os.path.lexists(path / name) for name in (MANIFEST, STATE, ARRAYS))]
-            return sorted((int(path.name), path) for path in named)
+            return sorted((int(path.name), path) for path in paths if _may_be_checkpoint(path))
         return []
+
+
+def _may_be_checkpoint(path: Path) -> bool:
+    """Whether a folder has any of our files, or nobody lets us see what it has."""
+    try:
+        return not {MANIFEST, STATE, ARRAYS}.isdisjoint(os.listdir(path))
+    except PermissionError:
+        return True
+    except OSError:
+        return False
 
 
 class _Log(NamedTuple):

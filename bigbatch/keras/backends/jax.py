@@ -1,6 +1,7 @@
 """fit on the jax backend: the micro-batches are one `lax.scan` in the step that fit compiles."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,11 +13,12 @@ from keras import tree
 from keras.src.backend import set_keras_mask
 
 from ...core.errors import BatchError
+from ...jax.checks import is_finite
 from ...jax.cut import Cut
 from ...jax.distributed import add_up
 from .. import checks, loss
 from ..loss import Batch, LossSpec, Reductions
-from .step import FitStep
+from .step import Apply, FitStep
 
 _State = tuple[Any, Any, Any, Any]
 """The values of the trainable, the non-trainable, the optimizer's and the metrics' variables."""
@@ -56,7 +58,12 @@ class BackendStep:
         if spec.needs_outputs:
             # Keras's own step loses the masks of outputs between loss and metrics (3.15, only on JAX), so we do too
             y_pred = loss.map_tensors(_unmasked, y_pred)
-        trainable, optimizer = model.optimizer.stateless_apply(optimizer, sums, trainable)
+        trainable, optimizer = self.step.update(
+            sums,
+            value,
+            lambda sums: model.optimizer.stateless_apply(optimizer, sums, trainable),
+            lambda: (trainable, optimizer),
+        )
         logs, metrics = model._update_metrics_variables(metrics, value, x, y, y_pred, sample_weight)
         return logs, (trainable, non_trainable, optimizer, metrics)
 
@@ -188,6 +195,9 @@ class BackendStep:
             model.metrics_variables,
         )
         return [pair for pairs in zip(variables, state, strict=True) for pair in zip(*pairs, strict=True)]
+
+    def if_finite(self, checked: list[Any], gradients: list[Any], apply: Apply, skip: Callable[[], Any]) -> Any:
+        return jax.lax.cond(is_finite(checked), lambda: apply(gradients), skip)
 
     def first_batch(self, state: _State, iterator: Any) -> tuple[Any, tuple[_State, Any]]:
         first = next(iterator)

@@ -10,6 +10,8 @@ from .. import checks, loss
 from ..infer_reduction import Rows, infer_reduction
 from ..loss import Batch, LossSpec, Reductions, wide
 
+Apply = Callable[[list[Any]], Any]
+
 
 class Backend(Protocol):
     """What each backend adds: a step in micro-batches, and how to try the loss on the first batch."""
@@ -23,6 +25,9 @@ class Backend(Protocol):
     def first_batch(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
         """Reads the first batch, and returns it with arguments for the train_function that still yield it."""
 
+    def if_finite(self, checked: list[Any], gradients: list[Any], apply: Apply, skip: Callable[[], Any]) -> Any:
+        """Returns `apply(gradients)` if all numbers in `checked` are finite, else `skip()`."""
+
     def infer_reductions(self, batch: Batch, *args: Any, **kwargs: Any) -> Reductions:
         """Infers what the loss divides by; `args` are the arguments of the train_function."""
 
@@ -33,6 +38,8 @@ class FitStep:
     def __init__(self, model: Any, micro_batch_size: int, backend: Callable[["FitStep"], Backend]) -> None:
         self.model = model
         self.micro_batch_size = micro_batch_size
+        self.needs_finite_gradient = self.needs_finite_loss = False
+        """What must be finite for a step to be applied. In `fit` nothing must, as without accumulate()."""
         self._has_warned = False
         self._specs: dict[Any, LossSpec] = {}
         self._compiled: tuple[Any, Any] | None = None
@@ -97,6 +104,18 @@ class FitStep:
     def scale(self, loss: Any) -> Any:
         """The loss times the optimizer's loss scale."""
         return loss if self.model.optimizer is None else self.model.optimizer.scale_loss(loss)
+
+    def update(self, gradients: list[Any], loss: Any, apply: Apply, skip: Callable[[], Any] = lambda: None) -> Any:
+        """Returns `apply(gradients)`; or `skip()`, if something is not finite that must be.
+
+        A LossScaleOptimizer checks the gradient itself, and lowers its scale.
+        """
+        checked = [loss] if self.needs_finite_loss else []
+        if self.needs_finite_gradient and not hasattr(self.model.optimizer, "inner_optimizer"):
+            checked += [gradient for gradient in gradients if gradient is not None]
+        if not checked:
+            return apply(gradients)
+        return self._backend.if_finite(checked, gradients, apply, skip)
 
     @property
     def dtype(self) -> str:

@@ -30,7 +30,7 @@ from ...tensorflow.distributed.one_replica import LossContext, one_replica
 from ...tensorflow.internals import outside_of_scopes, without_reduction
 from .. import checks, loss
 from ..loss import Batch, LossSpec, Reductions
-from .step import FitStep
+from .step import Apply, FitStep
 
 _Body = Callable[[Any, Any], tuple[Any, list[Any]]]
 
@@ -83,8 +83,12 @@ class BackendStep:
         if weights := model.trainable_weights:
             sums = _sum_over_replicas(sums)
             gradients = [None if s is None else tf.cast(s, v.dtype) for s, v in zip(sums, weights, strict=True)]
-            with without_reduction(getattr(model.optimizer, "inner_optimizer", model.optimizer)):
-                model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+
+            def apply(gradients: list[Any]) -> None:
+                with without_reduction(getattr(model.optimizer, "inner_optimizer", model.optimizer)):
+                    model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+
+            step.update(gradients, batch_loss, apply)
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         x, y, sample_weight = batch
@@ -199,6 +203,16 @@ class BackendStep:
 
         tf.function(trace, autograph=False).get_concrete_function(types)
         return found[0]
+
+    def if_finite(self, checked: list[Any], gradients: list[Any], apply: Apply, skip: Callable[[], Any]) -> Any:
+        """Around all replicas, because an optimizer cannot synchronize them inside of a condition."""
+
+        def across_replicas(strategy: Any, is_finite: Any, gradients: list[Any]) -> None:
+            of_one = strategy.experimental_local_results(is_finite)[0]  # the same on all
+            tf.cond(of_one, lambda: strategy.extended.call_for_each_replica(apply, args=(gradients,)), skip)
+
+        is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in checked])
+        tf.distribute.get_replica_context().merge_call(across_replicas, args=(is_finite, gradients))
 
     def first_batch(self, iterator: Any) -> tuple[Any, tuple[Any]]:
         """Takes the first elements of Keras's iterator, and gives them back as another iterator of the same type."""

@@ -1,6 +1,7 @@
 """fit on the torch backend: a loop over micro-batches, each with its own backward pass."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -14,7 +15,7 @@ from ...torch.gradients import unalias
 from ...torch.random import random_state_kept
 from .. import checks, loss
 from ..loss import Batch, LossSpec, Reductions
-from .step import FitStep
+from .step import Apply, FitStep
 
 
 class BackendStep:
@@ -43,7 +44,8 @@ class BackendStep:
         model._loss_tracker.update_state(value, sample_weight=size)
         if weights := model.trainable_weights[:]:
             with torch.no_grad():
-                model.optimizer.apply([self._gradient(v) for v in weights], weights)
+                gradients = [self._gradient(v) for v in weights]
+                self.step.update(gradients, value, lambda gradients: model.optimizer.apply(gradients, weights))
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
@@ -109,6 +111,9 @@ class BackendStep:
         held = self._wide.get(id(v))
         return v.value.grad if held is None else held.to(v.value.dtype)
 
+    def if_finite(self, checked: list[Any], gradients: list[Any], apply: Apply, skip: Callable[[], Any]) -> Any:
+        return apply(gradients) if _are_finite(checked) else skip()
+
     def first_batch(self, data: Any) -> tuple[Any, tuple[Any]]:
         return data[0], (data,)
 
@@ -122,6 +127,12 @@ class BackendStep:
         finally:
             for module, training in modes:
                 module.training = training
+
+
+def _are_finite(tensors: list[Tensor]) -> bool:
+    """Whether all numbers are finite. Adding them up is faster than isfinite(), but large ones may overflow."""
+    sums = torch.stack([tensor.sum() for tensor in tensors])
+    return bool(sums.isfinite().all()) or all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def _as_tensor(leaf: Any) -> Any:
