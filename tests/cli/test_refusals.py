@@ -305,7 +305,7 @@ def test_missing_config_file(tmp_path: Path) -> None:
 def test_folder_that_cannot_be_created(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    assert_refused(run("train", write_task(tmp_path), "--out", file / "run"), "File exists", "--out", code=4)
+    assert_refused(run("train", write_task(tmp_path), "--out", file / "run"), "Not a directory", "--out", code=4)
     assert file.read_text() == "mine"
 
 
