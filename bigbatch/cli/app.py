@@ -54,7 +54,7 @@ def run() -> None:
 
 
 class _Lasting:
-    """A stream whose reader may go away, or whose disk may be full: the run then goes on and shows nothing."""
+    """An output stream that drops text it cannot write (a closed pipe, a full disk), so that the run continues."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -18,7 +18,7 @@ _CODE = f"import sys; sys.path.append({_ROOT!r}); from bigbatch.cli.child import
 
 @contextmanager
 def started(*arguments: str, output: IO[Any], errors: IO[Any]) -> Iterator["subprocess.Popen[bytes]"]:
-    """Runs `bigbatch` with these arguments, which is killed at the end of the block if it still runs."""
+    """Runs `bigbatch` with these arguments, and kills it at the end of the block if it is still running."""
     child = subprocess.Popen(
         [sys.executable, "-P", "-c", _CODE, *arguments],  # -P: a file in the current folder may be called typer.py
         stdin=subprocess.PIPE, stdout=output, stderr=errors, start_new_session=True,

@@ -61,7 +61,7 @@ class RunCheckpoints(Resumable):
             self.save(wait=True)
 
     def add_line(self, line: str) -> None:
-        """Takes a line of the history into the checkpoints from now on."""
+        """Adds a line of the history to the checkpoints from now on."""
         self._lines.append(line)
 
     def count(self) -> None:

@@ -128,7 +128,7 @@ class RunFolder:
         write_whole(path, b"".join(line + b"\n" for line in lines[:num_steps]) + lost.encode())
 
     def clear(self) -> None:
-        """Removes the files of a run that made no step, so that another can start here."""
+        """Removes the files of a run that took no step, so that another run can start here."""
         for name in _FILES:
             remove(self.path / name)
         for name in (CHECKPOINTS, FULL_BATCH):

@@ -55,5 +55,5 @@ class Interruption:
 
 
 def _is_under_nohup() -> bool:
-    """Whether the run is to go on when its terminal is closed."""
+    """Whether the run was started with nohup, to continue after its terminal is closed."""
     return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -36,7 +36,7 @@ class _Training:
         self.peak_bytes: int | None = None
         self._not_saved: OSError | None = None
         self._config_before: str | None = None
-        """The file of a run that goes on, as it was."""
+        """The config file of a resumed run, as it was before."""
         self.checkpoints = RunCheckpoints(folder, self.engine, config, is_read_only=not ranks.is_first)
 
     def _num_wanted(self) -> int | None:
@@ -53,7 +53,7 @@ class _Training:
         return None if each is None else each * (self.config.epochs or 1)
 
     def begin(self, *, is_resumed: bool) -> None:
-        """Takes the folder before anything is written to it, and loads the newest checkpoint of a run that goes on."""
+        """Locks the folder before anything is written to it; loads the newest checkpoint of a resumed run."""
         self.checkpoints.claim()
         if is_resumed:
             self._config_before = self.folder.config()
@@ -90,7 +90,9 @@ class _Training:
                 interruption.is_agreed |= self.ranks.agree(interruption.is_asked)
         except Exception:
             if self.checkpoints.num_batches == num_before:
-                if self._config_before is not None:  # the next --resume is not to fail for options of this one
+                if (
+                    self._config_before is not None
+                ):  # so that the next --resume does not fail because of this one's options
                     self.folder.write(CONFIG, self._config_before)
                 elif not self.checkpoints.has_any:
                     self.folder.clear()  # there is nothing to resume, and the same --out may be passed again

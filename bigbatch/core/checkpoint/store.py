@@ -7,7 +7,7 @@ checkpoints/
     state.safetensors   the arrays
     …                   and other files that were passed to save()
   000042/
-  log-8f3e32e1.jsonl    lines that only get more, such as a history; a checkpoint knows how many of them are its own
+  log-8f3e32e1.jsonl    an append-only log, such as a history; each checkpoint knows how much of it is its own
   lock                  held by the process that trains here
 
 Only what has our manifest, and our own unfinished files, are ever removed. No link is followed.
@@ -307,7 +307,7 @@ class Store:
         except Exception as error:  # a stranger may have put anything there
             if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _NOT_DAMAGE):
                 raise StateError(
-                    f"{path} cannot be read ({_reason(error)}), which does not mean that it is damaged: mend that and "
+                    f"{path} cannot be read ({_reason(error)}), which does not mean that it is damaged: fix that and "
                     "start again; nothing was changed"
                 ) from error
             raise _DamageError(f"{path} is damaged ({_reason(error)})") from error
@@ -332,7 +332,7 @@ def _may_be_checkpoint(path: Path) -> bool:
 
 
 class _Log(NamedTuple):
-    """Lines that only get more."""
+    """An append-only file of lines."""
 
     name: str  # of the file; empty if there is none yet
     size: int  # in bytes
@@ -344,7 +344,7 @@ class _DamageError(StateError):
 
 
 def _release_in_child() -> None:
-    """The lock is that of the process that trains, and not of the workers of a data loader that outlive it."""
+    """Releases the locks in a forked process, such as the worker of a data loader that outlives the training process."""
     for store in list(_live):
         store._release()
 
