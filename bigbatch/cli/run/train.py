@@ -90,9 +90,7 @@ class _Training:
                 interruption.is_agreed |= self.ranks.agree(interruption.is_asked)
         except Exception:
             if self.checkpoints.num_batches == num_before:
-                if (
-                    self._config_before is not None
-                ):  # so that the next --resume does not fail because of this one's options
+                if self._config_before is not None:  # or the next --resume would fail for this one's options
                     self.folder.write(CONFIG, self._config_before)
                 elif not self.checkpoints.has_any:
                     self.folder.clear()  # there is nothing to resume, and the same --out may be passed again

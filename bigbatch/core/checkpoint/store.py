@@ -344,7 +344,7 @@ class _DamageError(StateError):
 
 
 def _release_in_child() -> None:
-    """Releases the locks in a forked process, such as the worker of a data loader that outlives the training process."""
+    """Releases the locks in a forked process, such as a data loader worker that outlives the training process."""
     for store in list(_live):
         store._release()
 
