@@ -348,3 +348,21 @@ def test_doctor_shows_an_error_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=StringIO(), width=200)
     doctor.examine(console)
     assert r"does not load: ValueError: [/b] \x1b[31m" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("framework", ["keras", "tensorflow"])
+def test_an_optimizer_with_a_schedule_of_its_own(framework: str, tmp_path: Path) -> None:
+    task = tmp_path / "task.py"
+    task.write_text(
+        f"import {framework}\nimport keras, numpy as np\n"
+        "def model(): return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])\n"
+        "def batches(batch_size): return [(np.zeros((4, 3), 'float32'), np.zeros((4, 2), 'float32'))]\n"
+        + (
+            "loss = 'mse'\n"
+            if framework == "keras"
+            else "def loss(model, batch): return keras.ops.mean(model(batch[0]))\n"
+        )
+        + "def optimizer(): return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 10))\n"
+    )
+    done = run("train", task, "--out", tmp_path / "run", "--steps", 2, "--batch-size", 4, "--micro-batch-size", 2)
+    assert_refused(done, "the optimizer of task has a learning rate schedule of its own", "pass --schedule")

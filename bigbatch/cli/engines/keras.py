@@ -97,7 +97,7 @@ class KerasEngine(Engine):
         return self._nonfinite.is_stopped
 
     def set_lr(self, lr: float) -> None:
-        inner(self.model.optimizer).learning_rate = lr
+        set_rate(self.task, self.model.optimizer, lr)
 
     def num_samples(self, batch: Any) -> int:
         if not isinstance(batch, tuple) or not 2 <= len(batch) <= 3:
@@ -137,10 +137,21 @@ def make_optimizer(task: Task, model: Any, config: Config) -> Any:
         with task_errors():
             optimizer = call_with(task.optimizer, {"model": model, "lr": lr})
         if "lr" not in inspect.signature(task.optimizer).parameters:
-            inner(optimizer).learning_rate = lr
+            set_rate(task, optimizer, lr)
     if config.precision == "fp16" and not hasattr(optimizer, "inner_optimizer"):
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     return optimizer
+
+
+def set_rate(task: Task, optimizer: Any, lr: float) -> None:
+    """Sets the learning rate; raises TaskError if the optimizer has a schedule of its own."""
+    try:
+        inner(optimizer).learning_rate = lr
+    except TypeError as error:  # Keras 3.15
+        raise TaskError(
+            f"the optimizer of {task.name} has a learning rate schedule of its own: give it a number, and pass "
+            "--schedule"
+        ) from error
 
 
 def inner(optimizer: Any) -> Any:

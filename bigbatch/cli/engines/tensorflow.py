@@ -16,7 +16,7 @@ from ..run import randomness
 from ..run.memory import HostPeak
 from ..task import Task, task_errors
 from .engine import Engine, check_kind
-from .keras import POLICIES, inner, make_optimizer, weights_of
+from .keras import POLICIES, make_optimizer, set_rate, weights_of
 from .keras_state import load_variables, state_of_variables
 
 
@@ -51,7 +51,7 @@ class TensorFlowEngine(Engine):
             return self.accumulator.step(batch)
 
     def set_lr(self, lr: float) -> None:
-        inner(self.optimizer).learning_rate = lr
+        set_rate(self.task, self.optimizer, lr)
 
     def num_samples(self, batch: Any) -> int:
         return batch_size(Layout(batch))
