@@ -1,6 +1,7 @@
 """The run folder: nothing of the user's is overwritten, and no link in it is followed."""
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
 from bigbatch.cli.child import started
 from bigbatch.cli.doctor import _devices
@@ -254,6 +256,23 @@ def loss(model, batch):
     assert_refused(done, "the last checkpoint is missing", str(tmp_path / "run" / "model.safetensors"), code=4)
     assert summary_of(tmp_path / "run")["num_steps"] == 6
     assert all((tmp_path / "run" / name).is_file() for name in FILES)
+
+
+def test_weights_that_cannot_be_written_into_the_run_folder(tmp_path: Path) -> None:
+    """They are written elsewhere, and the message says where."""
+    code = """
+import pathlib, sys
+kept = loss
+def loss(model, batch):
+    (pathlib.Path(sys.argv[sys.argv.index("--out") + 1]) / "model.safetensors").mkdir(exist_ok=True)
+    return kept(model, batch)
+"""
+    task = write_task(tmp_path, code)
+    done = run("train", task, "--out", tmp_path / "run", "--steps", 2, "--no-compare")
+    assert_refused(done, "the weights are in", code=4)
+    (place,) = re.findall(r"the weights are in (\S+) instead", " ".join(done.stderr.split()))
+    assert set(load_file(place)) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    shutil.rmtree(Path(place).parent)
 
 
 TALKATIVE = "\nkept = loss\ndef loss(model, batch):\n    print('x' * 10_000)\n    return kept(model, batch)\n"
