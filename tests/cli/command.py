@@ -147,3 +147,20 @@ def summary_of(folder: Path) -> dict[str, Any]:
 def history_of(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
+
+
+def assert_ends_as_asked(task: Path, folder: Path) -> None:
+    """The first step is good, all later ones are not: an error after 32 in a row; with "raise" and "stop" at once."""
+    out = folder / "run"
+    train(task, out, "--no-compare", "--steps", 20)
+    assert [step["is_applied"] for step in history_of(out)] == [True] + [False] * 19
+    done = run("train", task, "--resume", out, "--steps", 40)
+    assert done.returncode == 2, done.stderr
+    assert "the last 32 steps were skipped, starting at step 2, where the loss was not finite" in done.stderr
+    assert len(history_of(out)) == 32
+    done = run("train", task, "--out", folder / "raised", "--on-nonfinite", "raise")
+    assert done.returncode == 2, done.stderr
+    assert "the loss is not finite in step 2, so it was not taken" in done.stderr
+    done = run("train", task, "--out", folder / "stopped", "--on-nonfinite", "stop")
+    assert done.returncode == 5, done.stderr
+    assert [step["is_applied"] for step in history_of(folder / "stopped")] == [True, False]
