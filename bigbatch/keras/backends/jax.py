@@ -222,7 +222,8 @@ class BackendStep:
             cut = Cut(size, min(size, self.step.micro_batch_size))
             micro_batch = _take(cut, batch, 0, cut.size)
             y_pred, _, losses = self._forward(state[0], state[1], micro_batch[0])
-            found.append(loss.inspect(self.model, micro_batch, y_pred, losses))
+            with keras.StatelessScope():  # a loss may assign to a variable of its own, which would keep a tracer
+                found.append(loss.inspect(self.model, micro_batch, y_pred, losses))
 
         jax.eval_shape(trace, state, batch)
         return found[0]

@@ -105,7 +105,8 @@ class BackendStep:
             sums, value, layer_losses = carry
             micro_batch, shares = micro
             sample_share = loss.share(tf.cast(_num_samples(micro_batch), total.dtype), total)
-            shares = None if shares is None else tf.unstack(shares[0])  # all rows are equal
+            # all rows are equal; the one behind them is for a micro-batch without rows, which XLA compiles too
+            shares = None if shares is None else tf.unstack(tf.pad(shares, [[0, 1], [0, 0]])[0])
             # or Keras's losses would divide by the number of replicas
             with tf.GradientTape() as tape, one_replica(LossContext(1.0)):
                 y_pred = self.step.call(micro_batch[0])
