@@ -398,6 +398,23 @@ def test_lines_of_a_save_that_failed_are_in_the_next(tmp_path: Path, monkeypatch
     assert found.log == lines(3)
 
 
+def test_saves_that_fail_leave_one_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk, a new file with each attempt would make matters worse."""
+    store = Store(tmp_path)
+    with monkeypatch.context() as patch, pytest.warns(BigBatchWarning, match="could not be written"):
+        patch.setattr(os, "fsync", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        patch.setattr("bigbatch.core.checkpoint.store.write_through", lambda path, content: path.write_bytes(content))
+        for step in (1, 2, 3):
+            store.save(step, {}, new_lines=f"line {step}\n".encode() * step)
+        store.wait()
+    assert len(list(tmp_path.glob("log-*.jsonl"))) == 1
+    store.save(4, {}, new_lines=b"line 4\n" * 4, wait=True)
+    found = store.load()
+    assert found is not None
+    assert found.log == lines(4)
+    assert len(list(tmp_path.glob("log-*.jsonl"))) == 1
+
+
 def test_a_run_that_does_not_continue_has_a_log_of_its_own(tmp_path: Path) -> None:
     logged(tmp_path, 2).close()
     store = Store(tmp_path)

@@ -189,7 +189,11 @@ class Store:
             return self._log
         digest = digest.copy()
         digest.update(self._new_lines)
-        log = _Log(name or f"log-{secrets.token_hex(4)}.jsonl", size + len(self._new_lines), digest)
+        is_new = not name
+        if is_new:  # kept if this fails, so that the next save uses the same file
+            name = f"log-{secrets.token_hex(4)}.jsonl"
+            self._log = self._log._replace(name=name)
+        log = _Log(name, size + len(self._new_lines), digest)
         with open(open_own(self.folder / log.name, os.O_RDWR), "r+b") as file:
             if os.fstat(file.fileno()).st_nlink > 1:  # a backup that was made with hard links has it, too
                 before = file.read(size)
@@ -201,7 +205,7 @@ class Store:
                 file.write(self._new_lines)
                 file.flush()
                 os.fsync(file.fileno())
-        if log.name != name:
+        if is_new or log.name != name:
             flush_folder(self.folder)
         return log
 
@@ -284,25 +288,24 @@ class Store:
         damages = []
         for _, path in reversed(self._all()):
             try:
-                found = self._read(path)
+                found, log = self._read(path)
             except _DamageError as error:
                 self._damaged.add(path)
                 damages.append(str(error))
                 continue
             if damages:
                 warn(f"{'; '.join(damages)}: continuing from {path}")
-            self.newest_step = found.step
-            self._log = _Log(_own_manifest(path)["log"]["name"], len(found.log), hashlib.sha256(found.log))
+            self.newest_step, self._log = found.step, log
             self._new_lines, self.num_lines = b"", found.log.count(b"\n")
             return found
         if damages:
             raise StateError(f"{'; '.join(damages)}: no checkpoint in {self.folder} is intact, so start over")
         return None
 
-    def _read(self, path: Path) -> Checkpoint:
+    def _read(self, path: Path) -> "tuple[Checkpoint, _Log]":
         """One checkpoint. Every byte is compared with what was written before any is used."""
         try:
-            step, contents, log = _verified_contents(path)
+            step, contents, lines, log = _verified_contents(path)
             state = unpacked(from_json(contents.pop(STATE)), from_safetensors(contents.pop(ARRAYS)), self._from_array)
         except Exception as error:  # a stranger may have put anything there
             if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _NOT_DAMAGE):
@@ -311,7 +314,7 @@ class Store:
                     "start again; nothing was changed"
                 ) from error
             raise _DamageError(f"{path} is damaged ({_reason(error)})") from error
-        return Checkpoint(path, step, state, contents, log)
+        return Checkpoint(path, step, state, contents, lines), log
 
     def _all(self) -> list[tuple[int, Path]]:
         """Numbers and folders of all checkpoints, the oldest first, those that are damaged included."""
@@ -392,8 +395,8 @@ def _own_manifest(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _verified_contents(path: Path) -> tuple[int, dict[str, bytes], bytes]:
-    """The step, every file and the log; raises an error unless all of it is as it was written."""
+def _verified_contents(path: Path) -> tuple[int, dict[str, bytes], bytes, _Log]:
+    """The step, every file, the lines and the log they are in; raises an error unless all is as it was written."""
     manifest = _manifest(path)
     if manifest["format"] != _FORMAT:
         raise ValueError(f"it has format {manifest['format']}, and this version reads {_FORMAT}")
@@ -403,13 +406,14 @@ def _verified_contents(path: Path) -> tuple[int, dict[str, bytes], bytes]:
         contents[name] = read_plain(path / name, wanted["bytes"], max_bytes=MAX_JSON if name == STATE else None)
         if _digest(contents[name]) != wanted["sha256"]:
             raise ValueError(f"{name} is not as it was written")
-    name, size, log = manifest["log"]["name"], manifest["log"]["bytes"], b""
+    name, size, lines = manifest["log"]["name"], manifest["log"]["bytes"], b""
     _check_log(name)
     if name:
-        log = read_plain(path.parent / name, first_bytes=size)
-    if len(log) != size or _digest(log) != manifest["log"]["sha256"]:
+        lines = read_plain(path.parent / name, first_bytes=size)
+    digest = hashlib.sha256(lines)
+    if len(lines) != size or digest.hexdigest() != manifest["log"]["sha256"]:
         raise ValueError(f"{name or 'the log'} is not as it was written")
-    return int(manifest["step"]), contents, log
+    return int(manifest["step"]), contents, lines, _Log(name, size, digest)
 
 
 def _check_log(name: str) -> None:
