@@ -128,10 +128,10 @@ def _task_traceback(error: BaseException) -> str:
         is_ours = frame.filename.startswith(package) and not frame.filename.startswith(tasks)
         return not is_ours and not frame.filename.startswith("<frozen importlib")
 
-    shown = traceback.TracebackException.from_exception(error)
-    shown.stack[:] = [frame for frame in shown.stack if is_of_task(frame)] or shown.stack
-    shown.__cause__ = shown.__context__ = None
-    return "".join(shown.format()).rstrip()
+    told = traceback.TracebackException.from_exception(error)
+    told.stack[:] = [frame for frame in told.stack if is_of_task(frame)] or told.stack
+    told.__cause__ = told.__context__ = None
+    return "".join(told.format()).rstrip()
 
 
 def _show_version(is_wanted: bool) -> None:

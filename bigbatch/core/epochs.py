@@ -56,7 +56,7 @@ def run_epochs(
 
 
 def check_one_way(accumulation_steps: AccumulationSteps | None, micro_batch_size: int | None) -> None:
-    """Raises OptionError unless exactly one of the two is given: it says what data yields."""
+    """Raises OptionError unless exactly one of the two is given, since it decides what `data` yields."""
     if (accumulation_steps is None) == (micro_batch_size is None):
         raise OptionError(
             f"accumulation_steps={accumulation_steps!r} and micro_batch_size={micro_batch_size!r}: pass exactly one, "

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.checkpoint.kinds import check_kinds
 from ..core.checkpoint.loop import Resumable
 from ..core.errors import OptionError, StateError
 from ..core.history import History
@@ -109,12 +110,7 @@ def load_state(parts: Mapping[str, Any], state: Any) -> None:
             f"the checkpoint has {', '.join(sorted(states))} but this run {', '.join(sorted(parts))}: "
             "give Checkpoints what it was given when it was saved"
         )
-    for name, kind in _kinds(parts).items():
-        if kind != state["kinds"].get(name):
-            raise StateError(
-                f"the {name} of the checkpoint is {state['kinds'].get(name)}, that of this run is {kind}: continue "
-                "with the kind that was saved"
-            )
+    check_kinds(state["kinds"], _kinds(parts))
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             _check_model(states[name], part.state_dict())
@@ -129,14 +125,14 @@ def load_state(parts: Mapping[str, Any], state: Any) -> None:
     accumulator = parts["accumulator"]
     checked = {name: part for name, part in parts.items() if isinstance(part, nn.Module | torch.optim.Optimizer)}
     others = {name: part for name, part in parts.items() if name not in checked and part is not accumulator}
-    before = {name: copy.deepcopy(part.state_dict()) for name, part in others.items()}
+    own = {name: copy.deepcopy(part.state_dict()) for name, part in others.items()}
     try:  # what may refuse comes first
         for name, part in others.items():
             part.load_state_dict(states[name])
         accumulator.load_state_dict(states["accumulator"])
     except BaseException:
         for name, part in others.items():
-            part.load_state_dict(before[name])
+            part.load_state_dict(own[name])
         raise
     for name, part in checked.items():
         if isinstance(part, torch.optim.Optimizer):

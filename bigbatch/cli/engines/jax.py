@@ -185,7 +185,7 @@ class JaxEngine(Engine):
     def load(self, state: dict[str, Any]) -> None:
         check_types(state["types"], self._all())
         num_steps = int(state["num_steps"])
-        tree, skipped = tree_of(state["arrays"], like=self._all()), NonFinite.read(state.get("skipped", {}))
+        tree, skipped = tree_of(state["arrays"], like=self._all()), NonFinite.read(state["skipped"])
         self.parameters, self.optimizer_state = tree["parameters"], tree["optimizer"]
         self.num_steps = num_steps
         self._nonfinite.load_state_dict(skipped)

@@ -32,7 +32,7 @@ class RunCheckpoints(Resumable):
     def __init__(self, folder: RunFolder, engine: Engine, config: Config, *, is_read_only: bool) -> None:
         path, every = folder.path / CHECKPOINTS, config.checkpoint_every
         super().__init__(path, every=every, to_array=engine.to_array, from_array=engine.from_array)
-        self._folder, self._engine, self.progress = folder, engine, Progress()
+        self._engine, self.progress = engine, Progress()
         self._store.is_read_only = is_read_only
         self._task = f"{Path(config.task).stem} for {config.framework}"
         self._lines: list[str] = []
@@ -62,7 +62,8 @@ class RunCheckpoints(Resumable):
 
     def add_line(self, line: str) -> None:
         """Adds a line of the history to the checkpoints from now on."""
-        self._lines.append(line)
+        if not self._store.is_read_only:
+            self._lines.append(line)
 
     def count(self) -> None:
         """Counts the batch in hand as done."""
