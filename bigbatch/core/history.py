@@ -4,7 +4,7 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class History:
     Attributes:
         steps: All steps, in order.
         losses: The mean loss of each epoch, over all its samples (or tokens).
+        metrics: The metrics of each epoch by name: `{"accuracy": [0.7, 0.8, 0.9]}`.
     """
 
     def __init__(self) -> None:
@@ -40,8 +41,8 @@ class History:
         """The JSON lines of steps that can no longer change."""
 
     def append(self, step: Step) -> None:
-        """Adds a step to the current epoch."""
-        self._epochs[-1].append(step)
+        """Adds a step to the current epoch. Its `metrics` are kept; its `aux`, which may be large, is not."""
+        self._epochs[-1].append(step.without_aux())
 
     def end_epoch(self) -> None:
         """Ends the current epoch: steps appended from now on belong to the next one."""
@@ -56,6 +57,13 @@ class History:
     def losses(self) -> list[float]:
         """The mean loss of each epoch, over all its samples (or tokens)."""
         return [_epoch_loss(epoch) for epoch in self._epochs if epoch]
+
+    @property
+    def metrics(self) -> dict[str, list[float]]:
+        """The metrics of each epoch by name: those that add up are added, the others are means by weight."""
+        epochs = [_epoch_metrics(epoch) for epoch in self._epochs if epoch]
+        names = dict.fromkeys(name for epoch in epochs for name in epoch)
+        return {name: [epoch.get(name, math.nan) for epoch in epochs] for name in names}
 
     def __len__(self) -> int:
         return sum(map(len, self._epochs))
@@ -139,6 +147,8 @@ class History:
         if isinstance(record["weight"], list):
             record["weight"] = tuple(record["weight"])
         check_weight(as_terms(record["weight"]), of="the step")
+        record["metrics"] = {str(name): float(value) for name, value in record.get("metrics", {}).items()}
+        record["summed"] = tuple(map(str, record.get("summed", ())))
         step = Step(**{name: value for name, value in record.items() if name in _FIELDS})  # a line may have more
         while len(self._epochs) <= epoch:
             self.end_epoch()
@@ -179,3 +189,17 @@ def _epoch_loss(steps: Iterable[Step]) -> float:
                 sums[number] = sums.get(number, 0.0) + term * (1 if step.reduction == "sum" else weight)
                 weights[number] = weights.get(number, 0.0) + weight
     return float(sum(share(sums[number], weights[number]) for number in sums)) if sums else math.nan
+
+
+def _epoch_metrics(steps: Sequence[Step]) -> dict[str, float]:
+    """The metrics of an epoch: sums are added up, and means count by the weight of their step's first term."""
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for step in steps for name in step.metrics):
+        having = [(step, as_terms(step.weight)[0]) for step in steps if name in step.metrics]
+        if any(name in step.summed for step, _ in having):
+            found[name] = sum(step.metrics[name] for step, _ in having)
+        else:
+            counted = [(step.metrics[name] * weight, weight) for step, weight in having if weight]
+            sums = [sum(column) for column in zip(*counted, strict=True)]
+            found[name] = float(share(*sums)) if sums else math.nan
+    return found

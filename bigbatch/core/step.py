@@ -1,17 +1,27 @@
 """`Step`: what one optimizer step did."""
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from .weight import Reduction, Terms, as_terms
 
 _T = TypeVar("_T")
+_REQUIRED = object()
+_OF_AUX = frozenset({"aux", "metrics", "summed"})
 
 
 class _Fetched(Generic[_T]):
-    """A field whose value may be a function. It is called at the first read, and its result is kept."""
+    """A field whose value may be a function. It is called at the first read, and its result is kept.
+
+    Args:
+        default: The value, or the function, if none is given. Without it, the field must be given.
+    """
+
+    def __init__(self, default: Any = _REQUIRED) -> None:
+        self._default = default
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"_{name}"
@@ -21,7 +31,9 @@ class _Fetched(Generic[_T]):
 
     def __get__(self, step: "Step | None", owner: type) -> _T:
         if step is None:
-            raise AttributeError  # tells dataclass that there is no default
+            if self._default is _REQUIRED:
+                raise AttributeError  # tells dataclass that there is no default
+            return cast(_T, self._default)
         value = vars(step)[self._name]
         if callable(value):
             value = vars(step)[self._name] = value()
@@ -52,6 +64,10 @@ class Step:
             finite.
         reduction: "mean" or "sum": how the losses of the samples are combined.
         noise_scale: The gradient noise scale. Nothing measures it yet, so it is None.
+        aux: What the loss returned beside its value, with `has_aux=True`, for the whole batch. None in a `History`,
+            which keeps `metrics`.
+        metrics: The numbers in `aux` by name, such as `{"accuracy": 0.9}`.
+        summed: The names of the metrics that add up over micro-batches and steps. The others are weighted means.
     """
 
     terms: _Fetched[Terms] = _Fetched()
@@ -62,6 +78,17 @@ class Step:
     is_applied: _Fetched[bool] = _Fetched()
     reduction: Reduction = "mean"
     noise_scale: float | None = None
+    aux: _Fetched[Any] = _Fetched(None)
+    metrics: _Fetched[dict[str, float]] = _Fetched(dict)
+    summed: tuple[str, ...] = ()
+
+    def without_aux(self) -> "Step":
+        """This step without `aux`, which may hold a row for each sample; a `History` keeps this."""
+        if vars(self)["_aux"] is None:
+            return self
+        kept = copy.copy(self)
+        kept.aux = None
+        return kept
 
     @property
     def loss(self) -> float:
@@ -70,8 +97,11 @@ class Step:
         return float(sum(self.terms)) if has_weight else math.nan
 
     def as_dict(self) -> dict[str, Any]:
-        """All values as plain Python numbers, lists and strings."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        """All values but `aux` as plain Python numbers, lists and strings. `metrics` is there if there are any."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_AUX}
+        if self.metrics:
+            values |= {"metrics": {name: float(value) for name, value in self.metrics.items()}}
+            values |= {"summed": list(self.summed)} if self.summed else {}
         weight = [*map(_plain, self.weight)] if isinstance(self.weight, tuple) else _plain(self.weight)
         return {"loss": self.loss, **values, "terms": list(self.terms), "weight": weight}
 
