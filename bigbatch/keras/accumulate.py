@@ -14,8 +14,8 @@ from .backends.step import Backend, FitStep
 Model = TypeVar("Model")
 
 
-def accumulate(model: Model, micro_batch_size: int | None) -> Model:
-    """Makes `fit` work in micro-batches, with the weights and the history of `fit` on the full batch.
+def accumulate(model: Model, micro_batch_size: int | None = None, *, accumulation_steps: int | None = None) -> Model:
+    """Makes `fit` accumulate gradients, with the weights and the history of `fit` on the full batch.
 
         model.compile("adam", "mse")
         model.fit(x, y, batch_size=64)        # does not fit into memory
@@ -33,41 +33,63 @@ def accumulate(model: Model, micro_batch_size: int | None) -> Model:
         optimizer.apply(gradient)                           # once
         metrics.update(batch)                               # once, with the outputs of the whole batch
 
-    `train_on_batch` is cut in the same way. `evaluate`, `predict` and the saved model do not change.
+    If your dataset already yields micro-batches, say how many of them make up a step instead:
+
+        accumulate(model, accumulation_steps=4)
+        model.compile("adam", "mse")
+        model.fit(dataset)                                  # micro-batches of any sizes
+
+    which stands for
+
+        for window in every_four(dataset):                  # the last window of an epoch may have fewer
+            for micro_batch in window:
+                gradient += share * grad(loss(micro_batch)) # share = w_k / W, where W is that of the whole window
+                metrics.update(micro_batch)
+            optimizer.apply(gradient)                       # once
+
+    `train_on_batch` is cut in the first way; in the second its batch is a step of its own. `evaluate`, `predict` and
+    the saved model do not change.
 
     Args:
         model: A Sequential, Functional or subclassed model of Keras 3, compiled or not. Its class must not have a
             `train_step` of its own.
         micro_batch_size: The number of samples in memory at one time; the last micro-batch of a batch may have fewer.
-            Call `accumulate` again to change it, with None to train on full batches again.
+            Call `accumulate` again to change it. `accumulate(model, None)` takes it back: `fit` is Keras's own again.
+        accumulation_steps: The number of micro-batches in a step, if the data of `fit` come in micro-batches.
 
     Returns:
         The same model.
 
     Raises:
-        OptionError: The model or its optimizer cannot be used in micro-batches, or the size is not a whole number of
-            at least 1.
+        OptionError: The model or its optimizer cannot be used in micro-batches, both numbers are given, or one of them
+            is not a whole number of at least 1.
     """
     checks.check_model(model)
     micro_batch_size = check_size("micro_batch_size", micro_batch_size)
+    accumulation_steps = check_size("accumulation_steps", accumulation_steps)
+    if micro_batch_size is not None and accumulation_steps is not None:
+        raise OptionError(
+            f"accumulate() got micro_batch_size={micro_batch_size} and accumulation_steps={accumulation_steps}: pass "
+            "micro_batch_size if fit() gets the batches you want, or accumulation_steps if it gets micro-batches"
+        )
     fitted: Any = model
     step = FitStep.of(fitted)
     checks.check_train_step(fitted, is_ours=step is not None)
     if fitted.compiled:
         checks.check_optimizer(fitted.optimizer)
-    backend = _backend()
+    backend = _backend("windows" if accumulation_steps else "backends")
     if step is not None:
         step.detach()
-    if micro_batch_size is not None:
-        FitStep(fitted, micro_batch_size, backend).attach()
+    if micro_batch_size is not None or accumulation_steps is not None:
+        FitStep(fitted, backend, micro_batch_size or 0, accumulation_steps or 0).attach()
     fitted.train_function = fitted.test_function = None  # compiled with the old step
     return model
 
 
-def _backend() -> Callable[[FitStep], Backend]:
+def _backend(package: str) -> Callable[[FitStep], Backend]:
     """The part of the step for Keras's backend, imported here so that no other framework is imported."""
     name = keras.backend.backend()
     if name not in ("tensorflow", "jax", "torch"):
         raise OptionError(f"Keras runs on {name}, which cannot train: set KERAS_BACKEND to tensorflow, jax or torch")
-    found: Callable[[FitStep], Backend] = import_module(f".backends.{name}", __package__).BackendStep
+    found: Callable[[FitStep], Backend] = import_module(f".{package}.{name}", __package__).BackendStep
     return found

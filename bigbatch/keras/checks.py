@@ -82,6 +82,16 @@ def check_replicas(num_replicas: int, has_own_loss: bool) -> None:
         )
 
 
+def check_one_replica(model: Any) -> None:
+    """Raises OptionError if the model trains on several replicas of a tf.distribute strategy."""
+    strategy = getattr(model, "_distribute_strategy", None)
+    if strategy is not None and strategy.num_replicas_in_sync > 1:
+        raise OptionError(
+            f"accumulation_steps works on one replica, and the model has {strategy.num_replicas_in_sync}: let the "
+            "dataset yield whole batches, and pass micro_batch_size to accumulate() instead"
+        )
+
+
 def seeds_of(model: Any) -> list[Any]:
     """The states of the random number generators in a model's layers. Keras 3.15 has no public way to them."""
     return [seed.state for layer in model._flatten_layers() for seed in layer._seed_generators]

@@ -273,10 +273,28 @@ def value_of(term: Term, kind: Kind) -> Any:
     return ops.sum(term.loss(term.y_true, term.y_pred, weight))
 
 
+class MicroLoss(NamedTuple):
+    """The loss of a micro-batch times its share."""
+
+    value: Any
+    layer_losses: Any
+    """The part of it that comes from model.losses."""
+    terms: list[Any]
+    """The losses that compile() was given, each times its own share, without their factors."""
+
+
 def micro_loss(
-    model: Any, spec: LossSpec, batch: Batch, y_pred: Any, losses: Any, sample_share: Any, term_shares: Any
-) -> tuple[Any, Any]:
-    """The loss of a micro-batch times its share, and the part of it that comes from model.losses.
+    model: Any,
+    spec: LossSpec,
+    batch: Batch,
+    y_pred: Any,
+    losses: Any,
+    sample_share: Any,
+    term_shares: Any,
+    *,
+    keeps_updates: bool = False,
+) -> MicroLoss:
+    """The loss of a micro-batch times its share, and its parts.
 
     Args:
         model: The compiled model.
@@ -286,6 +304,8 @@ def micro_loss(
         losses: model.losses after that call.
         sample_share: n_k / N.
         term_shares: w_tk / W_t for each term whose weight is not the number of samples.
+        keeps_updates: Whether metrics that the model's own compute_loss updates see the micro-batch. If not, what it
+            assigns is dropped, because it is called again for the whole batch.
     """
     exponents = spec.reductions.layer_exponents
     exponents = exponents if len(exponents) == len(losses) else (1,) * len(losses)
@@ -296,17 +316,17 @@ def micro_loss(
     layer_losses = sum(scaled, 0.0)
     if spec.has_own_loss:
         own = share_of(sample_share, spec.reductions.own_exponent)
-        # metrics that it updates must see the whole batch, so what it assigns here is dropped
-        with losses_of(model, [loss / own for loss in scaled]), stateless():
+        with losses_of(model, [loss / own for loss in scaled]), nullcontext() if keeps_updates else stateless():
             x, y, sample_weight = batch
             loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-        return own * ops.cast(loss, sample_share.dtype), layer_losses
-    total = layer_losses
+        return MicroLoss(own * ops.cast(loss, sample_share.dtype), layer_losses, [])
+    total, values = layer_losses, []
     for i, (term, kind) in enumerate(zip(terms(model, batch, y_pred), spec.kinds, strict=True)):
         factor = term_shares[i] if kind.weight_from else share_of(sample_share, kind.exponent)
         loss = core_weight.counted(ops.cast(value_of(term, kind), sample_share.dtype), factor, ops.where)
+        values.append(loss)
         total = total + (loss if term.factor is None else loss * term.factor)
-    return total, layer_losses
+    return MicroLoss(total, layer_losses, values)
 
 
 def stateless() -> Any:

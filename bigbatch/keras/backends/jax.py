@@ -18,13 +18,13 @@ from ...jax.cut import Cut
 from ...jax.distributed import add_up
 from .. import checks, loss
 from ..loss import Batch, LossSpec, Reductions
-from .step import Apply, FitStep
+from .step import Apply, Backend, FitStep
 
-_State = tuple[Any, Any, Any, Any]
+State = tuple[Any, Any, Any, Any]
 """The values of the trainable, the non-trainable, the optimizer's and the metrics' variables."""
 
 
-class BackendStep:
+class BackendStep(Backend):
     """Stands for
 
         gradient_of = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
@@ -38,26 +38,26 @@ class BackendStep:
     def __init__(self, step: FitStep) -> None:
         self.step = step
         self.model = step.model
-        self.replaces: dict[str, Any] = {}
+        self.replaces: dict[str, Any] = {"train_step": self.train_step}
 
-    def train_step(self, state: _State, data: Any) -> Any:
+    def train_step(self, state: State, data: Any) -> Any:
         model = self.model
         trainable, non_trainable, optimizer, metrics = state
         batch: Batch = keras.utils.unpack_x_y_sample_weight(data)
         x, y, sample_weight = batch
         self.step.check()
         size = checks.batch_size(batch)
-        spec = self.step.spec(batch, lambda: self._inspect(state, batch, size))
+        spec = self.step.spec(batch, lambda: self.inspect(state, batch))
         sums, non_trainable, value, layer_losses, leaves = self._on_devices(spec, state, batch, size)
 
         y_pred = spec.rebuild(leaves) if spec.needs_outputs else None
-        with keras.StatelessScope(self._values((trainable, non_trainable, optimizer, metrics))) as scope:
+        with keras.StatelessScope(self.values((trainable, non_trainable, optimizer, metrics))) as scope:
             value = self.step.loss_of_batch(spec, batch, y_pred, layer_losses, value)
         non_trainable = [scope.get_current_value(v) for v in model.non_trainable_variables]
         metrics = [scope.get_current_value(v) for v in model.metrics_variables]
         if spec.needs_outputs:
             # Keras's own step loses the masks of outputs between loss and metrics (3.15, only on JAX), so we do too
-            y_pred = loss.map_tensors(_unmasked, y_pred)
+            y_pred = loss.map_tensors(unmasked, y_pred)
         trainable, optimizer = self.step.update(
             sums,
             value,
@@ -67,7 +67,7 @@ class BackendStep:
         logs, metrics = model._update_metrics_variables(metrics, value, x, y, y_pred, sample_weight)
         return logs, (trainable, non_trainable, optimizer, metrics)
 
-    def _on_devices(self, spec: LossSpec, state: _State, batch: Batch, size: int) -> tuple[Any, ...]:
+    def _on_devices(self, spec: LossSpec, state: State, batch: Batch, size: int) -> tuple[Any, ...]:
         """Calls `_accumulate`, on each device's part of the batch if possible.
 
         With DataParallel every device runs its own loop, and the sums are reduced once, after it. A model that updates
@@ -86,7 +86,7 @@ class BackendStep:
             return self._accumulate(spec, state, batch, Cut(num, own), size)
         are_seeds = self._are_seeds()
 
-        def on_one(state: _State, batch: Batch) -> tuple[Any, ...]:
+        def on_one(state: State, batch: Batch) -> tuple[Any, ...]:
             trainable, non_trainable, optimizer, metrics = state
             seeds = [  # different on every device, so that no dropout mask repeats
                 jax.random.fold_in(v, jax.lax.axis_index(axis)) if is_seed else v
@@ -111,12 +111,12 @@ class BackendStep:
         found: tuple[Any, ...] = mapped(state, batch)
         return found
 
-    def _updates_variables(self, state: _State, x: Any) -> bool:
+    def _updates_variables(self, state: State, x: Any) -> bool:
         """Whether a call of the model changes variables other than seeds."""
         found: list[bool] = []
 
-        def trace(state: _State, x: Any) -> None:
-            _, after, _ = self._forward(state[0], state[1], x)
+        def trace(state: State, x: Any) -> None:
+            _, after, _ = self.forward(state[0], state[1], x)
             found.extend(a is not b for a, b in zip(state[1], after, strict=True))
 
         jax.eval_shape(trace, state, x)
@@ -128,7 +128,7 @@ class BackendStep:
         return [id(variable) in seeds for variable in self.model.non_trainable_variables]
 
     def _accumulate(
-        self, spec: LossSpec, state: _State, batch: Batch, cut: Cut, size: int, axes: tuple[str, ...] = ()
+        self, spec: LossSpec, state: State, batch: Batch, cut: Cut, size: int, axes: tuple[str, ...] = ()
     ) -> tuple[Any, ...]:
         """The gradient of the batch, the updated variables, the loss, what model.losses add, and the outputs.
 
@@ -142,9 +142,9 @@ class BackendStep:
         def gradient_of(
             trainable: Any, non_trainable: Any, micro_batch: Batch, sample_share: Any, term_shares: Any
         ) -> Any:
-            y_pred, non_trainable, losses = self._forward(trainable, non_trainable, micro_batch[0])
-            with keras.StatelessScope(self._values((trainable, non_trainable, optimizer, metrics))):
-                micro, layer_losses = loss.micro_loss(
+            y_pred, non_trainable, losses = self.forward(trainable, non_trainable, micro_batch[0])
+            with keras.StatelessScope(self.values((trainable, non_trainable, optimizer, metrics))):
+                micro, layer_losses, _ = loss.micro_loss(
                     model, spec, micro_batch, y_pred, losses, sample_share, term_shares
                 )
                 return model.optimizer.scale_loss(micro), (non_trainable, micro, layer_losses, spec.leaves(y_pred))
@@ -169,7 +169,7 @@ class BackendStep:
         leaves = [_in_order(leaf) for leaf in cut.join(stacks)]
         return sums, non_trainable, value, layer_losses, leaves
 
-    def _term_shares(self, spec: LossSpec, state: _State, batch: Batch, cut: Cut, axes: tuple[str, ...]) -> Any:
+    def _term_shares(self, spec: LossSpec, state: State, batch: Batch, cut: Cut, axes: tuple[str, ...]) -> Any:
         """For each micro-batch, the shares of its terms: w_tk / W_t.
 
         Masks come out of the model, so it runs once more, without gradients. The compiler keeps only what masks need.
@@ -177,7 +177,7 @@ class BackendStep:
 
         def body(total: Any, number: Any, num: int) -> tuple[Any, list[Any]]:
             micro_batch = _take(cut, batch, number, num)
-            y_pred, _, _ = self._forward(state[0], state[1], micro_batch[0], training=False)
+            y_pred, _, _ = self.forward(state[0], state[1], micro_batch[0], training=False)
             num_samples = checks.batch_size(micro_batch)
             weights = loss.weights(self.model, spec, micro_batch, y_pred, num_samples, self.step.dtype)
             return total + weights, [weights]
@@ -185,7 +185,7 @@ class BackendStep:
         total, stacks = cut.loop(body, jnp.zeros(len(spec.kinds), self.step.dtype))
         return loss.share(jnp.concatenate([weights for (weights,) in stacks]), add_up(total, axes))
 
-    def _values(self, state: _State) -> list[tuple[Any, Any]]:
+    def values(self, state: State) -> list[tuple[Any, Any]]:
         """Pairs of all variables and their values."""
         model = self.model
         variables = (
@@ -199,7 +199,7 @@ class BackendStep:
     def if_finite(self, checked: list[Any], gradients: list[Any], apply: Apply, skip: Callable[[], Any]) -> Any:
         return jax.lax.cond(is_finite(checked), lambda: apply(gradients), skip)
 
-    def first_batch(self, state: _State, iterator: Any) -> tuple[Any, tuple[_State, Any]]:
+    def first_batch(self, state: State, iterator: Any) -> tuple[Any, tuple[State, Any]]:
         first = next(iterator)
         return first, (state, itertools.chain([first], iterator))
 
@@ -207,21 +207,22 @@ class BackendStep:
         state, _ = args
         batch = tree.map_structure(lambda leaf: leaf if leaf is None else jnp.asarray(leaf), batch)
         with jax.default_matmul_precision("highest"):  # by default a GPU rounds differently for another batch size
-            return self.step.infer_eagerly(batch, lambda rows, start, stop: rows[start:stop], self._values(state))
+            return self.step.infer_eagerly(batch, lambda rows, start, stop: rows[start:stop], self.values(state))
 
-    def _forward(self, trainable: Any, non_trainable: Any, x: Any, *, training: bool = True) -> Any:
+    def forward(self, trainable: Any, non_trainable: Any, x: Any, *, training: bool = True) -> Any:
         """The model's output, the updated non-trainable variables, and model.losses."""
         options = {"training": training} if self.model._call_has_training_arg else {}
         return self.model.stateless_call(trainable, non_trainable, x, return_losses=True, **options)
 
-    def _inspect(self, state: _State, batch: Batch, size: int) -> LossSpec:
+    def inspect(self, state: State, batch: Batch) -> LossSpec:
         """The spec of a batch, from one micro-batch that is traced and never runs."""
         found = []
+        size = checks.batch_size(batch)
 
-        def trace(state: _State, batch: Batch) -> None:
-            cut = Cut(size, min(size, self.step.micro_batch_size))
+        def trace(state: State, batch: Batch) -> None:
+            cut = Cut(size, min(size, self.step.micro_batch_size or size))
             micro_batch = _take(cut, batch, 0, cut.size)
-            y_pred, _, losses = self._forward(state[0], state[1], micro_batch[0])
+            y_pred, _, losses = self.forward(state[0], state[1], micro_batch[0])
             with keras.StatelessScope():  # a loss may assign to a variable of its own, which would keep a tracer
                 found.append(loss.inspect(self.model, micro_batch, y_pred, losses))
 
@@ -257,6 +258,6 @@ def _has_rows(leaf: Any) -> bool:
     return leaf is not None and jnp.ndim(leaf) > 0
 
 
-def _unmasked(tensor: Any) -> Any:
+def unmasked(tensor: Any) -> Any:
     set_keras_mask(tensor, None)
     return tensor

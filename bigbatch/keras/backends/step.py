@@ -1,4 +1,4 @@
-"""The `train_step` that accumulate() gives to a model: the part that all backends share."""
+"""What accumulate() puts in place of the step of `fit`: the part that all backends share."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -17,10 +17,17 @@ class Backend(Protocol):
     """What each backend adds: a step in micro-batches, and how to try the loss on the first batch."""
 
     replaces: dict[str, Any]
-    """Further methods of the model to replace, by name."""
+    """The methods of the model to replace, by name."""
 
-    def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One step of `fit`, called as Keras calls the `train_step` of a model on this backend."""
+    def before_fit(self) -> None:
+        """Called whenever `fit` or `train_on_batch` asks for the train_function."""
+        return
+
+    def make_function(self, model: Any, force: bool) -> Callable[..., Any]:
+        """Makes the train_function: by default Keras's own, which calls `train_step`."""
+        type(model).make_train_function(model, force)
+        function: Callable[..., Any] = model.train_function
+        return function
 
     def first_batch(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
         """Reads the first batch, and returns it with arguments for the train_function that still yield it."""
@@ -33,11 +40,16 @@ class Backend(Protocol):
 
 
 class FitStep:
-    """The `train_step` of one model. It is set on the instance, so the class and saved models do not know about it."""
+    """The step of one model. It is set on the instance, so the class and saved models do not know about it."""
 
-    def __init__(self, model: Any, micro_batch_size: int, backend: Callable[["FitStep"], Backend]) -> None:
+    def __init__(
+        self, model: Any, backend: Callable[["FitStep"], Backend], micro_batch_size: int, accumulation_steps: int
+    ) -> None:
         self.model = model
         self.micro_batch_size = micro_batch_size
+        """0 if the data come in micro-batches."""
+        self.accumulation_steps = accumulation_steps
+        """0 if batches are cut."""
         self.needs_finite_gradient = self.needs_finite_loss = False
         """What must be finite for a step to be applied. In `fit` nothing must, as without accumulate()."""
         self._has_warned = False
@@ -45,14 +57,12 @@ class FitStep:
         self._compiled: tuple[Any, Any] | None = None
         self._reductions = Reductions()
         self._backend = backend(self)
-        self._methods = {
-            "train_step": self.train_step, "make_train_function": self.make_train_function, **self._backend.replaces
-        }  # fmt: skip
+        self._methods = {"make_train_function": self.make_train_function, **self._backend.replaces}
 
     @staticmethod
     def of(model: Any) -> "FitStep | None":
         """The step that accumulate() has set on this model, if any."""
-        step = getattr(vars(model).get("train_step"), "__self__", None)
+        step = getattr(vars(model).get("make_train_function"), "__self__", None)
         return step if isinstance(step, FitStep) else None
 
     def attach(self) -> None:
@@ -65,16 +75,13 @@ class FitStep:
 
     # --- what Keras calls -------------------------------------------------------------------------------------
 
-    def train_step(self, *args: Any) -> Any:
-        return self._backend.train_step(*args)
-
     def make_train_function(self, force: bool = False) -> None:
-        """Keras's own, except that what the loss divides by is inferred before the first step."""
+        """The backend's, except that what the loss divides by is inferred before the first step."""
         model = self.model
+        self._backend.before_fit()
         if model.train_function is not None and not force:
             return
-        type(model).make_train_function(model, force)
-        function = model.train_function
+        function = self._backend.make_function(model, force)
         is_first = True
 
         def train_function(*args: Any) -> Any:
@@ -124,14 +131,17 @@ class FitStep:
         return wide(keras.config.floatx() if compiled is None else compiled.dtype)
 
     def spec(self, batch: Batch, inspect: Callable[[], LossSpec]) -> LossSpec:
-        """The spec for batches like this one; `inspect()` finds it, once for each compile()."""
+        """The spec for batches like this one; `inspect()` finds it, once for each compile().
+
+        Micro-batches that the user cuts may differ in all axes, and only the number of axes matters there.
+        """
         compiled = (self.model._compile_loss, self.model._compile_metrics)
         if self._compiled is None or any(a is not b for a, b in zip(self._compiled, compiled, strict=True)):
             self._compiled = compiled
             self._specs.clear()
 
         def leaf_type(leaf: Any) -> Any:
-            return None if leaf is None else (leaf.shape[1:], leaf.dtype)
+            return None if leaf is None else (leaf.shape[1:] if self.micro_batch_size else len(leaf.shape), leaf.dtype)
 
         key = str(keras.tree.map_structure(leaf_type, batch))
         if key not in self._specs:
@@ -167,7 +177,8 @@ class FitStep:
         if values is None:
             values = [(v, v.value) for v in model.trainable_variables]  # or regularizers would find none (Keras 3.15)
         with keras.StatelessScope(values, collect_losses=True):
-            reductions, messages = infer_reduction(model, batch, self.micro_batch_size, self.call, rows)
+            size = self.micro_batch_size or checks.batch_size(batch)
+            reductions, messages = infer_reduction(model, batch, size, self.call, rows)
             model._clear_losses()
         for message in messages:
             warn(message)

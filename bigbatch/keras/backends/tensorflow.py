@@ -30,7 +30,7 @@ from ...tensorflow.distributed.one_replica import LossContext, one_replica
 from ...tensorflow.internals import outside_of_scopes, without_reduction
 from .. import checks, loss
 from ..loss import Batch, LossSpec, Reductions
-from .step import Apply, FitStep
+from .step import Apply, Backend, FitStep
 
 _Body = Callable[[Any, Any], tuple[Any, list[Any]]]
 
@@ -40,7 +40,7 @@ _OTHER_ROWS = (
 )
 
 
-class BackendStep:
+class BackendStep(Backend):
     """Stands for
 
         with tf.GradientTape() as tape:
@@ -53,7 +53,7 @@ class BackendStep:
     def __init__(self, step: FitStep) -> None:
         self.step = step
         self.model = step.model
-        self.replaces: dict[str, Any] = {}
+        self.replaces: dict[str, Any] = {"train_step": self.train_step}
         self.strategy = self.model._distribute_strategy
         self.has_workers = isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy)
         if self.strategy is not None:
@@ -63,10 +63,10 @@ class BackendStep:
 
     def train_step(self, data: Any) -> Any:
         step, model = self.step, self.model
-        batch: Batch = keras.utils.unpack_x_y_sample_weight(tree.map_structure(_as_tensor, data))
+        batch: Batch = keras.utils.unpack_x_y_sample_weight(tree.map_structure(as_tensor, data))
         checks.batch_size(batch, may_be_empty=True)  # raises if they differ
         batch = _with_equal_rows(batch)
-        spec = step.spec(batch, lambda: self._inspect(batch))
+        spec = step.spec(batch, lambda: self.inspect(batch))
         step.check()
         checks.check_replicas(tf.distribute.get_strategy().num_replicas_in_sync, spec.has_own_loss)
         size = tf.cast(_num_samples(batch), step.dtype)
@@ -110,7 +110,7 @@ class BackendStep:
             # or Keras's losses would divide by the number of replicas
             with tf.GradientTape() as tape, one_replica(LossContext(1.0)):
                 y_pred = self.step.call(micro_batch[0])
-                micro_loss, micro_layer_losses = loss.micro_loss(
+                micro_loss, micro_layer_losses, _ = loss.micro_loss(
                     model, spec, micro_batch, y_pred, model.losses, sample_share, shares
                 )
                 scaled = self.step.scale(micro_loss)
@@ -190,7 +190,7 @@ class BackendStep:
         carry, tensors = tf.cond(rest > 0, last, nothing)
         return carry, [tf.concat(pair, 0) for pair in zip(joined, tensors, strict=True)]
 
-    def _inspect(self, batch: Batch) -> LossSpec:
+    def inspect(self, batch: Batch) -> LossSpec:
         """The spec, from a micro-batch in a graph that never runs. Builds what is not built."""
         found = []
         types = tree.map_structure(lambda leaf: None if leaf is None else any_size(leaf), batch)
@@ -230,9 +230,9 @@ class BackendStep:
 
     def infer_reductions(self, batch: Batch, *args: Any) -> Reductions:
         """Eagerly, on the first replica's part of the batch."""
-        batch = tree.map_structure(_without_optional, batch)
-        batch = tree.map_structure(_as_tensor, _of_first_replica(self.model.distribute_strategy, batch))
-        self.step.spec(batch, lambda: self._inspect(batch))  # builds what is not built
+        batch = tree.map_structure(without_optional, batch)
+        batch = tree.map_structure(as_tensor, _of_first_replica(self.model.distribute_strategy, batch))
+        self.step.spec(batch, lambda: self.inspect(batch))  # builds what is not built
         with outside_of_scopes(), _full_precision():
             return self.step.infer_eagerly(batch, slice_rows)
 
@@ -253,12 +253,12 @@ class BackendStep:
         return _as_vectors(type(self.model).test_step(self.model, data))
 
 
-def _as_tensor(leaf: Any) -> Any:
+def as_tensor(leaf: Any) -> Any:
     """Arrays become tensors; None stays None."""
     return leaf if leaf is None or is_tensor(leaf) else tf.convert_to_tensor(leaf)
 
 
-def _without_optional(leaf: Any) -> Any:
+def without_optional(leaf: Any) -> Any:
     """Keras's datasets have an empty Optional in place of None."""
     return None if isinstance(leaf, tf.experimental.Optional) else leaf
 

@@ -15,10 +15,10 @@ from ...torch.gradients import unalias
 from ...torch.random import random_state_kept
 from .. import checks, loss
 from ..loss import Batch, LossSpec, Reductions
-from .step import Apply, FitStep
+from .step import Apply, Backend, FitStep
 
 
-class BackendStep:
+class BackendStep(Backend):
     """Stands for
 
         model.zero_grad()
@@ -30,25 +30,28 @@ class BackendStep:
 
     def __init__(self, step: FitStep) -> None:
         self.step = step
-        self.replaces: dict[str, Any] = {}
+        self.replaces: dict[str, Any] = {"train_step": self.train_step}
 
     def train_step(self, data: Any) -> Any:
         model = self.step.model
-        batch: Batch = tree.map_structure(_as_tensor, keras.utils.unpack_x_y_sample_weight(data))
+        batch: Batch = tree.map_structure(as_tensor, keras.utils.unpack_x_y_sample_weight(data))
         x, y, sample_weight = batch
         self.step.check()
         size = checks.batch_size(batch)
-        model.zero_grad()
-        self._wide: dict[int, Tensor] = {}
+        self.zero_gradients()
         value, y_pred = self._accumulate(batch, size)
         model._loss_tracker.update_state(value, sample_weight=size)
         if weights := model.trainable_weights[:]:
             with torch.no_grad():
-                gradients = [self._gradient(v) for v in weights]
+                gradients = [self.gradient(v) for v in weights]
                 self.step.update(gradients, value, lambda gradients: model.optimizer.apply(gradients, weights))
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+    def zero_gradients(self) -> None:
+        self.step.model.zero_grad()
+        self._wide: dict[int, Tensor] = {}
 
     def _accumulate(self, batch: Batch, size: int) -> tuple[Any, Any]:
         """Adds up the gradient of the batch; returns its loss, and the outputs if anything needs them."""
@@ -56,7 +59,7 @@ class BackendStep:
         value, layer_losses, kept = 0.0, 0.0, []
         micro_batches, sizes = cut(batch, step.micro_batch_size)
         for k, (micro_batch, num) in enumerate(zip(micro_batches, sizes, strict=True)):
-            micro_batch = _with_own_weights(micro_batch)
+            micro_batch = with_own_weights(micro_batch)
             y_pred = step.call(micro_batch[0])
             losses = model.losses  # before counting, which calls the model again
             if k == 0:
@@ -65,12 +68,12 @@ class BackendStep:
                 if spec.needs_model_for_weights:
                     term_shares = self._term_shares(spec, micro_batches, sizes)
             sample_share = keras.ops.convert_to_tensor(share(num, size), step.dtype)
-            micro, micro_layer_losses = loss.micro_loss(
+            micro, micro_layer_losses, _ = loss.micro_loss(
                 model, spec, micro_batch, y_pred, losses, sample_share, term_shares[k]
             )
             if model.trainable_weights:
                 step.scale(micro).backward()
-                self._widen_gradients()
+                self.widen_gradients()
             with torch.no_grad():
                 value, layer_losses = value + micro, layer_losses + micro_layer_losses
             kept.append([leaf.detach() for leaf in spec.leaves(y_pred)])
@@ -96,7 +99,7 @@ class BackendStep:
         with torch.no_grad():
             return loss.inspect(self.step.model, *args)
 
-    def _widen_gradients(self) -> None:
+    def widen_gradients(self) -> None:
         """After a backward pass: adds float16 and bfloat16 gradients to sums in float32; others add up in place."""
         weights = self.step.model.trainable_weights
         unalias([v.value for v in weights])
@@ -107,7 +110,7 @@ class BackendStep:
                 self._wide[id(v)] = gradient.float() if held is None else held.add_(gradient)
                 v.value.grad = None
 
-    def _gradient(self, v: Any) -> Any:
+    def gradient(self, v: Any) -> Any:
         held = self._wide.get(id(v))
         return v.value.grad if held is None else held.to(v.value.dtype)
 
@@ -123,7 +126,7 @@ class BackendStep:
         try:
             model.eval()
             with torch.no_grad(), random_state_kept(model):
-                return self.step.infer_eagerly(tree.map_structure(_as_tensor, batch), _rows)
+                return self.step.infer_eagerly(tree.map_structure(as_tensor, batch), _rows)
         finally:
             for module, training in modes:
                 module.training = training
@@ -135,12 +138,12 @@ def _are_finite(tensors: list[Tensor]) -> bool:
     return bool(sums.isfinite().all()) or all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-def _as_tensor(leaf: Any) -> Any:
+def as_tensor(leaf: Any) -> Any:
     """train_on_batch passes arrays, not tensors."""
     return leaf if leaf is None or isinstance(leaf, Tensor) else keras.ops.convert_to_tensor(leaf)
 
 
-def _with_own_weights(batch: Batch) -> Batch:
+def with_own_weights(batch: Batch) -> Batch:
     """With a copy of the sample weights: Keras multiplies masks into them in place (3.15, only on torch)."""
     x, y, sample_weight = batch
     return x, y, map_tensors(Tensor.clone, sample_weight)
