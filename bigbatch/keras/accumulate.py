@@ -2,19 +2,26 @@
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import keras
 
 from ..core.errors import OptionError
-from ..core.options import check_size
+from ..core.options import check_choice, check_size
 from . import checks
 from .backends.step import Backend, FitStep
+from .batch_norm import Mode
 
 Model = TypeVar("Model")
 
 
-def accumulate(model: Model, micro_batch_size: int | None = None, *, accumulation_steps: int | None = None) -> Model:
+def accumulate(
+    model: Model,
+    micro_batch_size: int | None = None,
+    *,
+    accumulation_steps: int | None = None,
+    batch_norm: Mode = "batch",
+) -> Model:
     """Makes `fit` accumulate gradients, with the weights and the history of `fit` on the full batch.
 
         model.compile("adam", "mse")
@@ -56,6 +63,10 @@ def accumulate(model: Model, micro_batch_size: int | None = None, *, accumulatio
         micro_batch_size: The number of samples in memory at one time; the last micro-batch of a batch may have fewer.
             Call `accumulate` again to change it. `accumulate(model, None)` takes it back: `fit` is Keras's own again.
         accumulation_steps: The number of micro-batches in a step, if the data of `fit` come in micro-batches.
+        batch_norm: What BatchNormalization layers do in training. With "batch" they normalise each micro-batch by
+            itself, and update their moving statistics once per step, with mean and variance of the whole batch. With
+            "micro_batch" each micro-batch updates them. With "frozen" they normalise with the moving statistics, which
+            stay as they are; then the gradient is exact.
 
     Returns:
         The same model.
@@ -77,11 +88,12 @@ def accumulate(model: Model, micro_batch_size: int | None = None, *, accumulatio
     checks.check_train_step(fitted, is_ours=step is not None)
     if fitted.compiled:
         checks.check_optimizer(fitted.optimizer)
+    check_choice("batch_norm", batch_norm, get_args(Mode))
     backend = _backend("windows" if accumulation_steps else "backends")
     if step is not None:
         step.detach()
     if micro_batch_size is not None or accumulation_steps is not None:
-        FitStep(fitted, backend, micro_batch_size or 0, accumulation_steps or 0).attach()
+        FitStep(fitted, backend, micro_batch_size or 0, accumulation_steps or 0, batch_norm).attach()
     fitted.train_function = fitted.test_function = None  # compiled with the old step
     return model
 

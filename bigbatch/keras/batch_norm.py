@@ -10,7 +10,6 @@ from keras import ops
 from keras.src.backend import in_stateless_scope
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
-from ..core.options import check_choice
 from . import loss
 
 Mode = Literal["batch", "micro_batch", "frozen"]
@@ -52,13 +51,16 @@ class BatchNorms:
 
     def __init__(self, model: Any, mode: Mode) -> None:
         self.model = model
-        self.mode = check_choice("batch_norm", mode, ("batch", "micro_batch", "frozen"))
+        self.mode = mode
         self.called: Sequence[Any] = ()
         """The layer of each call in a pass. The same for all micro-batches."""
-        self.moments: list[Moments] = []
-        """What the last pass has recorded."""
         self._thread = threading.local()  # replicas of a strategy take turns
         self._num_passes = 0
+
+    @property
+    def moments(self) -> list[Moments]:
+        """What the last pass of this thread has recorded."""
+        return getattr(self._thread, "moments", [])
 
     def layers(self) -> list[Any]:
         """The layers that normalise by the batch; with renorm they are left alone, since their step depends on it."""
@@ -71,7 +73,7 @@ class BatchNorms:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Inside, layers do what `mode` says; `moments` is then what they saw."""
-        self.moments = []
+        self._thread.moments = []
         layers = [] if self.mode == "micro_batch" else self.layers()
         if not layers:
             yield
@@ -88,7 +90,7 @@ class BatchNorms:
             self._num_passes -= 1
             for layer in layers if not self._num_passes else ():
                 vars(layer).pop("call", None)
-        self.moments = [moments for _, moments in found]
+        self._thread.moments = [moments for _, moments in found]
         if found:
             self.called = [layer for layer, _ in found]
 
@@ -128,7 +130,7 @@ class BatchNorms:
         return [_pooled(*pair) for pair in zip(pooled, moments, strict=True)]
 
     def updated(self, pooled: Sequence[Moments]) -> list[tuple[Any, Any]]:
-        """Pairs of each moving statistic and its new value: the old one if there are no values, or one is not finite."""
+        """Pairs of each moving statistic and its new value: the old one without values, or if one is not finite."""
         new: dict[int, tuple[Any, Any]] = {}
         for layer, (count, mean, squares) in zip(self.called, pooled, strict=True):
             variance = loss.share(squares, count)

@@ -109,5 +109,11 @@ def batch_norms(model: Any) -> list[str]:
     return names
 
 
-def warn_of_layers(model: Any) -> None:
-    warn_of_batch_norm(batch_norms(model), "set layer.trainable = False", layer="BatchNormalization")
+def warn_of_layers(model: Any, batch_norm: str) -> None:
+    if batch_norm != "frozen":
+        warn_of_batch_norm(
+            batch_norms(model),
+            'pass batch_norm="frozen"',
+            layer="BatchNormalization",
+            has_pooled_statistics=batch_norm == "batch",
+        )

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -48,11 +49,12 @@ class BackendStep(Backend):
         self.step.check()
         size = checks.batch_size(batch)
         spec = self.step.spec(batch, lambda: self.inspect(state, batch))
-        sums, non_trainable, value, layer_losses, leaves = self._on_devices(spec, state, batch, size)
+        sums, non_trainable, value, layer_losses, pooled, leaves = self._on_devices(spec, state, batch, size)
 
         y_pred = spec.rebuild(leaves) if spec.needs_outputs else None
         with keras.StatelessScope(self.values((trainable, non_trainable, optimizer, metrics))) as scope:
             value = self.step.loss_of_batch(spec, batch, y_pred, layer_losses, value)
+            self.step.update_norms(pooled)
         non_trainable = [scope.get_current_value(v) for v in model.non_trainable_variables]
         metrics = [scope.get_current_value(v) for v in model.metrics_variables]
         if spec.needs_outputs:
@@ -104,7 +106,7 @@ class BackendStep(Backend):
             on_one,
             mesh=mesh,
             in_specs=(whole, shared),
-            out_specs=(whole, whole, whole, whole, rows),
+            out_specs=(whole, whole, whole, whole, whole, rows),
             axis_names={axis},
             check_vma=False,  # True refuses loops that begin with zeros, as in every RNN
         )
@@ -112,7 +114,9 @@ class BackendStep(Backend):
         return found
 
     def _updates_variables(self, state: State, x: Any) -> bool:
-        """Whether a call of the model changes variables other than seeds."""
+        """Whether the model changes variables other than seeds."""
+        if self.step.norms.called:
+            return True
         found: list[bool] = []
 
         def trace(state: State, x: Any) -> None:
@@ -130,7 +134,7 @@ class BackendStep(Backend):
     def _accumulate(
         self, spec: LossSpec, state: State, batch: Batch, cut: Cut, size: int, axes: tuple[str, ...] = ()
     ) -> tuple[Any, ...]:
-        """The gradient of the batch, the updated variables, the loss, what model.losses add, and the outputs.
+        """The gradient of the batch, the updated variables, the loss, what model.losses add, the moments, the outputs.
 
         `cut` is that of each device's part of a batch of `size` samples. `batch` is such a part if `axes` are given.
         """
@@ -143,31 +147,35 @@ class BackendStep(Backend):
             trainable: Any, non_trainable: Any, micro_batch: Batch, sample_share: Any, term_shares: Any
         ) -> Any:
             y_pred, non_trainable, losses = self.forward(trainable, non_trainable, micro_batch[0])
+            moments = self.step.norms.moments
             with keras.StatelessScope(self.values((trainable, non_trainable, optimizer, metrics))):
                 micro, layer_losses, _ = loss.micro_loss(
                     model, spec, micro_batch, y_pred, losses, sample_share, term_shares
                 )
-                return model.optimizer.scale_loss(micro), (non_trainable, micro, layer_losses, spec.leaves(y_pred))
+                leaves = spec.leaves(y_pred)
+                return model.optimizer.scale_loss(micro), (non_trainable, micro, layer_losses, moments, leaves)
 
         def body(carry: Any, number: Any, num: int) -> tuple[Any, list[Any]]:
-            sums, non_trainable, value, layer_losses = carry
+            sums, non_trainable, value, layer_losses, pooled = carry
             micro_batch = _take(cut, batch, number, num)
             sample_share = loss.share(jnp.asarray(checks.batch_size(micro_batch), dtype), size)
             term_shares = None if shares_of_each is None else shares_of_each[number]
-            gradients, (non_trainable, micro, micro_layer_losses, leaves) = jax.grad(gradient_of, has_aux=True)(
-                trainable, non_trainable, micro_batch, sample_share, term_shares
-            )
+            gradients, (non_trainable, micro, micro_layer_losses, moments, leaves) = jax.grad(
+                gradient_of, has_aux=True
+            )(trainable, non_trainable, micro_batch, sample_share, term_shares)
             sums = [s + g.astype(s.dtype) for s, g in zip(sums, gradients, strict=True)]
-            carry = sums, non_trainable, value + micro, layer_losses + micro_layer_losses
+            pooled = self.step.norms.pool(pooled, moments)
+            carry = sums, non_trainable, value + micro, layer_losses + micro_layer_losses, pooled
             return carry, [_by_device(leaf, num) for leaf in leaves]
 
         zero = jnp.zeros((), dtype)
         sums = [jnp.zeros(v.shape, loss.wide(v.dtype)) for v in trainable]
-        (sums, non_trainable, value, layer_losses), stacks = cut.loop(body, (sums, non_trainable, zero, zero))
+        carry = sums, non_trainable, zero, zero, self.step.norms.start()
+        (sums, non_trainable, value, layer_losses, pooled), stacks = cut.loop(body, carry)
         sums, value, layer_losses = add_up((sums, value, layer_losses), axes)
         sums = [s.astype(v.dtype) for s, v in zip(sums, trainable, strict=True)]
         leaves = [_in_order(leaf) for leaf in cut.join(stacks)]
-        return sums, non_trainable, value, layer_losses, leaves
+        return sums, non_trainable, value, layer_losses, pooled, leaves
 
     def _term_shares(self, spec: LossSpec, state: State, batch: Batch, cut: Cut, axes: tuple[str, ...]) -> Any:
         """For each micro-batch, the shares of its terms: w_tk / W_t.
@@ -212,7 +220,8 @@ class BackendStep(Backend):
     def forward(self, trainable: Any, non_trainable: Any, x: Any, *, training: bool = True) -> Any:
         """The model's output, the updated non-trainable variables, and model.losses."""
         options = {"training": training} if self.model._call_has_training_arg else {}
-        return self.model.stateless_call(trainable, non_trainable, x, return_losses=True, **options)
+        with self.step.norms.recording() if training else nullcontext():
+            return self.model.stateless_call(trainable, non_trainable, x, return_losses=True, **options)
 
     def inspect(self, state: State, batch: Batch) -> LossSpec:
         """The spec of a batch, from one micro-batch that is traced and never runs."""

@@ -1,12 +1,14 @@
 """What accumulate() puts in place of the step of `fit`: the part that all backends share."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import keras
 
 from ...core.errors import warn
 from .. import checks, loss
+from ..batch_norm import BatchNorms, Mode
 from ..infer_reduction import Rows, infer_reduction
 from ..loss import Batch, LossSpec, Reductions, wide
 
@@ -43,13 +45,19 @@ class FitStep:
     """The step of one model. It is set on the instance, so the class and saved models do not know about it."""
 
     def __init__(
-        self, model: Any, backend: Callable[["FitStep"], Backend], micro_batch_size: int, accumulation_steps: int
+        self,
+        model: Any,
+        backend: Callable[["FitStep"], Backend],
+        micro_batch_size: int,
+        accumulation_steps: int,
+        batch_norm: Mode,
     ) -> None:
         self.model = model
         self.micro_batch_size = micro_batch_size
         """0 if the data come in micro-batches."""
         self.accumulation_steps = accumulation_steps
         """0 if batches are cut."""
+        self.norms = BatchNorms(model, batch_norm)
         self.needs_finite_gradient = self.needs_finite_loss = False
         """What must be finite for a step to be applied. In `fit` nothing must, as without accumulate()."""
         self._has_warned = False
@@ -102,11 +110,18 @@ class FitStep:
         checks.check_layers(self.model)
         if not self._has_warned:
             self._has_warned = True
-            checks.warn_of_layers(self.model)
+            checks.warn_of_layers(self.model, self.norms.mode)
 
     def call(self, x: Any, *, training: bool = True) -> Any:
-        """The model's output, as Keras's own step asks for it."""
-        return self.model(x, training=training) if self.model._call_has_training_arg else self.model(x)
+        """The model's output, as Keras's own step asks for it; in training, `norms` records."""
+        options = {"training": training} if self.model._call_has_training_arg else {}
+        with self.norms.recording() if training else nullcontext():
+            return self.model(x, **options)
+
+    def update_norms(self, pooled: Any) -> None:
+        """Updates moving statistics with those of the whole batch."""
+        for variable, value in self.norms.updated(pooled):
+            variable.assign(value)
 
     def scale(self, loss: Any) -> Any:
         """The loss times the optimizer's loss scale."""

@@ -29,6 +29,7 @@ from ...tensorflow.distributed import replicas
 from ...tensorflow.distributed.one_replica import LossContext, one_replica
 from ...tensorflow.internals import outside_of_scopes, without_reduction
 from .. import checks, loss
+from ..batch_norm import Moments
 from ..loss import Batch, LossSpec, Reductions
 from .step import Apply, Backend, FitStep
 
@@ -71,7 +72,8 @@ class BackendStep(Backend):
         checks.check_replicas(tf.distribute.get_strategy().num_replicas_in_sync, spec.has_own_loss)
         size = tf.cast(_num_samples(batch), step.dtype)
         (total,) = _sum_over_replicas([size])
-        sums, summed_loss, layer_losses, leaves = self._accumulate(spec, batch, total)
+        sums, summed_loss, layer_losses, pooled, leaves = self._accumulate(spec, batch, total)
+        step.update_norms(_over_replicas(pooled))
 
         y_pred = spec.rebuild(leaves) if spec.needs_outputs else None
         batch_loss = step.loss_of_batch(spec, batch, y_pred, layer_losses, summed_loss)
@@ -96,13 +98,13 @@ class BackendStep(Backend):
         return _as_vectors(logs) if self.has_workers else logs
 
     def _accumulate(self, spec: LossSpec, batch: Batch, total: Any) -> tuple[Any, ...]:
-        """This replica's wide gradient sums, its loss, the part of that from model.losses, and the model's outputs."""
+        """This replica's wide gradient sums, its loss, the part from model.losses, the moments, the model's outputs."""
         model, weights = self.model, self.model.trainable_weights
         term_shares = self._term_shares(spec, batch) if spec.needs_model_for_weights else None
         has_gradient = [False] * len(weights)
 
         def body(micro: Any, carry: Any) -> tuple[Any, list[Any]]:
-            sums, value, layer_losses = carry
+            sums, value, layer_losses, pooled = carry
             micro_batch, shares = micro
             sample_share = loss.share(tf.cast(_num_samples(micro_batch), total.dtype), total)
             # all rows are equal; the one behind them is for a micro-batch without rows, which XLA compiles too
@@ -122,13 +124,15 @@ class BackendStep(Backend):
                 s if g is None else tf.ensure_shape(s + tf.cast(g, s.dtype), s.shape)
                 for s, g in zip(sums, gradients, strict=True)
             ]
-            return (sums, value + micro_loss, layer_losses + micro_layer_losses), spec.leaves(y_pred)
+            pooled = self.step.norms.pool(pooled, self.step.norms.moments)
+            return (sums, value + micro_loss, layer_losses + micro_layer_losses, pooled), spec.leaves(y_pred)
 
         zero = tf.zeros((), total.dtype)
-        carry = ([tf.zeros(v.shape, loss.wide(v.dtype)) for v in weights], zero, zero)
-        (sums, value, layer_losses), leaves = self._loop(body, carry, (batch, term_shares), spec.leaves(spec.outputs))
+        carry = ([tf.zeros(v.shape, loss.wide(v.dtype)) for v in weights], zero, zero, self.step.norms.start())
+        carry, leaves = self._loop(body, carry, (batch, term_shares), spec.leaves(spec.outputs))
+        sums, value, layer_losses, pooled = carry
         sums = [s if has else None for s, has in zip(sums, has_gradient, strict=True)]
-        return sums, value, layer_losses, leaves
+        return sums, value, layer_losses, pooled, leaves
 
     def _term_shares(self, spec: LossSpec, batch: Batch) -> Any:
         """For each sample, the shares of its micro-batch's terms: w_tk / W_t.
@@ -292,6 +296,17 @@ def _sum_over_replicas(tensors: list[Any]) -> list[Any]:
         return tensors
     sums, _ = replicas.reduce(tensors, [])
     return sums
+
+
+def _over_replicas(pooled: list[Moments]) -> list[Moments]:
+    """Pools the statistics of all replicas."""
+    if not pooled or not replicas.is_shared():
+        return pooled
+    counts = _sum_over_replicas([own.count for own in pooled])
+    sums = _sum_over_replicas([own.mean * own.count for own in pooled])
+    means = list(map(loss.share, sums, counts))
+    squares = [m.squares + m.count * tf.square(m.mean - mean) for m, mean in zip(pooled, means, strict=True)]
+    return list(map(Moments, counts, means, _sum_over_replicas(squares)))
 
 
 def _as_vectors(logs: Any) -> Any:

@@ -57,10 +57,12 @@ class BackendStep(Backend):
         """Adds up the gradient of the batch; returns its loss, and the outputs if anything needs them."""
         step, model = self.step, self.step.model
         value, layer_losses, kept = 0.0, 0.0, []
+        pooled: Any = None
         micro_batches, sizes = cut(batch, step.micro_batch_size)
         for k, (micro_batch, num) in enumerate(zip(micro_batches, sizes, strict=True)):
             micro_batch = with_own_weights(micro_batch)
             y_pred = step.call(micro_batch[0])
+            moments = step.norms.moments
             losses = model.losses  # before counting, which calls the model again
             if k == 0:
                 spec = step.spec(batch, lambda: self._inspect(micro_batch, y_pred, losses))  # noqa: B023
@@ -76,9 +78,11 @@ class BackendStep(Backend):
                 self.widen_gradients()
             with torch.no_grad():
                 value, layer_losses = value + micro, layer_losses + micro_layer_losses
+                pooled = moments if pooled is None else step.norms.pool(pooled, moments)
             kept.append([leaf.detach() for leaf in spec.leaves(y_pred)])
         y_pred = spec.rebuild([torch.cat(leaves) for leaves in zip(*kept, strict=True)]) if spec.needs_outputs else None
         with torch.no_grad():
+            step.update_norms(pooled)
             return step.loss_of_batch(spec, batch, y_pred, layer_losses, value), y_pred
 
     def _term_shares(self, spec: LossSpec, micro_batches: list[Batch], sizes: list[int]) -> Tensor:

@@ -7,7 +7,6 @@ out. It is only read ahead, so that is right for data of any kind, generators of
 from collections.abc import Iterator
 from typing import Any
 
-
 _END: tuple[int, int, Any] = (0, 0, None)
 """After the last batch of an epoch."""
 

@@ -62,7 +62,7 @@ class JitPasses:
         trainable, non_trainable, _, metrics = state
         zeros = [jnp.zeros(v.shape, loss.wide(v.dtype)) for v in trainable]
         scalars = [jnp.zeros((), self.step.dtype) for _ in range(1 + len(spec.kinds))]  # donated, so one for each
-        return zeros, scalars, non_trainable, metrics
+        return zeros, scalars, non_trainable, metrics, self.step.norms.start()
 
     def backward(self, sums: Any, state: State, batch: Batch, sample_share: Any, term_shares: Any) -> Any:
         return self._backward_jit(sums, state[0], state[2], batch, sample_share, term_shares)
@@ -71,11 +71,12 @@ class JitPasses:
         self, sums: Any, trainable: Any, optimizer: Any, batch: Batch, sample_share: Any, term_shares: Any
     ) -> Any:
         model = self.model
-        gradients_so_far, scalars, non_trainable, metrics = sums
+        gradients_so_far, scalars, non_trainable, metrics, pooled = sums
         x, y, sample_weight = batch
 
         def gradient_of(trainable: Any) -> Any:
             y_pred, after, losses = self.cut.forward(trainable, non_trainable, x)
+            moments = self.step.norms.moments
             spec = self._spec((trainable, non_trainable, optimizer, metrics), batch)
             with keras.StatelessScope(self.cut.values((trainable, after, optimizer, metrics))) as scope:
                 micro = loss.micro_loss(
@@ -83,16 +84,17 @@ class JitPasses:
                 )
                 scaled = model.optimizer.scale_loss(micro.value)
             values = [[scope.get_current_value(v) for v in held] for held in self._held()]
-            return scaled, ([micro.value, *micro.terms], y_pred, *values)
+            return scaled, ([micro.value, *micro.terms], y_pred, moments, *values)
 
-        gradients, (values, y_pred, non_trainable, metrics) = jax.grad(gradient_of, has_aux=True)(trainable)
+        gradients, (values, y_pred, moments, non_trainable, metrics) = jax.grad(gradient_of, has_aux=True)(trainable)
         y_pred = loss.map_tensors(unmasked, y_pred)  # as in Keras's own step (3.15, only on JAX)
         with keras.StatelessScope(list(zip(model.metrics_variables, metrics, strict=True))) as scope:
             logs = extra_logs(model, model.compute_metrics(x, y, y_pred, sample_weight))
         metrics = [scope.get_current_value(v) for v in model.metrics_variables]
         gradients = [s + g.astype(s.dtype) for s, g in zip(gradients_so_far, gradients, strict=True)]
         scalars = [a + ops.cast(b, a.dtype) for a, b in zip(scalars, values, strict=False)]
-        return (gradients, scalars, non_trainable, metrics), logs
+        pooled = self.step.norms.pool(pooled, moments)
+        return (gradients, scalars, non_trainable, metrics, pooled), logs
 
     def _held(self) -> tuple[Any, Any]:
         return self.model.non_trainable_variables, self.model.metrics_variables
@@ -103,7 +105,7 @@ class JitPasses:
 
     def _finish(self, sums: Any, trainable: Any, optimizer: Any, size: Any) -> Any:
         model = self.model
-        gradients, (value, *terms), non_trainable, metrics = sums
+        gradients, (value, *terms), non_trainable, metrics, pooled = sums
         gradients = [g.astype(v.dtype) for g, v in zip(gradients, trainable, strict=True)]
         trainable, optimizer = self.step.update(
             gradients,
@@ -111,8 +113,9 @@ class JitPasses:
             lambda gradients: model.optimizer.stateless_apply(optimizer, gradients, trainable),
             lambda: (trainable, optimizer),
         )
-        with keras.StatelessScope(list(zip(model.metrics_variables, metrics, strict=True))) as scope:
+        with keras.StatelessScope(self.cut.values((trainable, non_trainable, optimizer, metrics))) as scope:
+            self.step.update_norms(pooled)
             track_loss(model, value, terms, size)
             logs = model.get_metrics_result()
-        metrics = [scope.get_current_value(v) for v in model.metrics_variables]
+        non_trainable, metrics = ([scope.get_current_value(v) for v in held] for held in self._held())
         return logs, (trainable, non_trainable, optimizer, metrics)

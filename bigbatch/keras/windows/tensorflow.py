@@ -58,19 +58,17 @@ class GraphPasses:
 
     def begin(self, state: None, spec: LossSpec) -> Any:
         zero = tf.zeros((), self.step.dtype)
-        return (
-            [tf.zeros(v.shape, loss.wide(v.dtype)) for v in self.model.trainable_weights],
-            zero,
-            [zero] * len(spec.kinds),
-        )
+        gradients = [tf.zeros(v.shape, loss.wide(v.dtype)) for v in self.model.trainable_weights]
+        return gradients, zero, [zero] * len(spec.kinds), self.step.norms.start()
 
     def _backward(self, sums: Any, state: None, batch: Batch, sample_share: Any, term_shares: Any) -> Any:
         model = self.model
         weights = model.trainable_weights
-        sums, value, terms = sums
+        sums, value, terms, pooled = sums
         shares = None if term_shares is None else tf.unstack(term_shares)
         with tf.GradientTape() as tape:
             y_pred = self.step.call(batch[0])
+            moments = self.step.norms.moments
             micro = loss.micro_loss(
                 model, self._spec(batch), batch, y_pred, model.losses, sample_share, shares, keeps_updates=True
             )
@@ -83,12 +81,14 @@ class GraphPasses:
         ]
         x, y, sample_weight = batch
         logs = extra_logs(model, model.compute_metrics(x, y, y_pred, sample_weight=sample_weight))
-        return (sums, value + micro.value, [a + b for a, b in zip(terms, micro.terms, strict=False)]), logs
+        terms = [a + b for a, b in zip(terms, micro.terms, strict=False)]
+        return (sums, value + micro.value, terms, self.step.norms.pool(pooled, moments)), logs
 
     def _finish(self, sums: Any, state: None, size: Any, logs: Any) -> Any:
         model = self.model
         weights = model.trainable_weights
-        sums, value, terms = sums
+        sums, value, terms, pooled = sums
+        self.step.update_norms(pooled)
         track_loss(model, value, terms, size)
         gradients = [
             tf.cast(s, v.dtype) if i in self._has_gradient else None

@@ -58,12 +58,13 @@ class EagerPasses:
 
     def begin(self, state: None, spec: LossSpec) -> Any:
         self.cut.zero_gradients()
-        return 0.0, [0.0] * len(spec.kinds)
+        return 0.0, [0.0] * len(spec.kinds), None
 
     def backward(self, sums: Any, state: None, batch: Batch, sample_share: Any, term_shares: Any) -> Any:
         model = self.model
         x, y, sample_weight = with_own_weights(batch)
         y_pred = self.step.call(x)
+        moments = self.step.norms.moments
         micro = loss.micro_loss(
             model,
             self._spec(batch),
@@ -78,15 +79,17 @@ class EagerPasses:
             self.step.scale(micro.value).backward()
             self.cut.widen_gradients()
         with torch.no_grad():
-            value, terms = sums
-            sums = value + micro.value, [a + b for a, b in zip(terms, micro.terms, strict=False)]
+            value, terms, pooled = sums
+            pooled = moments if pooled is None else self.step.norms.pool(pooled, moments)
+            sums = value + micro.value, [a + b for a, b in zip(terms, micro.terms, strict=False)], pooled
             logs = extra_logs(model, model.compute_metrics(x, y, y_pred, sample_weight=batch[2]))  # without masks
         return sums, logs
 
     def finish(self, sums: Any, state: None, size: Tensor, logs: Any) -> Any:
         model = self.model
-        value, terms = sums
+        value, terms, pooled = sums
         with torch.no_grad():
+            self.step.update_norms(pooled)
             track_loss(model, value, terms, size)
             if weights := model.trainable_weights[:]:
                 gradients = [self.cut.gradient(v) for v in weights]
