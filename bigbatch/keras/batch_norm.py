@@ -24,6 +24,11 @@ class Moments(NamedTuple):
     squares: Any
     """The sum of the squared differences from the mean."""
 
+    @property
+    def variance(self) -> Any:
+        """The biased one, as in Keras."""
+        return loss.share(self.squares, self.count)
+
 
 class BatchNorms:
     """The BatchNormalization layers of a model, in the micro-batches of a step.
@@ -106,7 +111,7 @@ class BatchNorms:
 
             def moments(inputs: Any, mask: Any) -> tuple[Any, Any]:
                 mean, variance = type(layer)._moments(layer, inputs, mask)
-                found.append((layer, _moments(layer, inputs, mask, mean, variance)))
+                found.append((layer, _from_layer(layer, inputs, mask, mean, variance)))
                 return mean, variance
 
             vars(layer)["_moments"] = moments
@@ -127,14 +132,14 @@ class BatchNorms:
 
     def pool(self, pooled: Sequence[Moments], moments: Sequence[Moments]) -> list[Moments]:
         """The moments of both sets of values together."""
-        return [_pooled(*pair) for pair in zip(pooled, moments, strict=True)]
+        return [pool(*pair) for pair in zip(pooled, moments, strict=True)]
 
     def updated(self, pooled: Sequence[Moments]) -> list[tuple[Any, Any]]:
         """Pairs of each moving statistic and its new value: the old one without values, or if one is not finite."""
         new: dict[int, tuple[Any, Any]] = {}
-        for layer, (count, mean, squares) in zip(self.called, pooled, strict=True):
-            variance = loss.share(squares, count)
-            is_good = ops.all(ops.isfinite(mean) & ops.isfinite(variance) & (count > 0))
+        for layer, moments in zip(self.called, pooled, strict=True):
+            mean, variance = moments.mean, moments.variance
+            is_good = ops.all(ops.isfinite(mean) & ops.isfinite(variance) & (moments.count > 0))
             for variable, value in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
                 _, old = new.get(id(variable), (None, ops.cast(variable, value.dtype)))
                 value = ops.where(is_good, old * layer.momentum + value * (1 - layer.momentum), old)
@@ -142,7 +147,13 @@ class BatchNorms:
         return [(variable, ops.cast(value, variable.dtype)) for variable, value in new.values()]
 
 
-def _moments(layer: Any, inputs: Any, mask: Any, mean: Any, variance: Any) -> Moments:
+def moments_of(layer: Any, inputs: Any, mask: Any) -> Moments:
+    """The moments of the inputs of a layer."""
+    inputs = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
+    return _from_layer(layer, inputs, mask, *type(layer)._moments(layer, inputs, mask))
+
+
+def _from_layer(layer: Any, inputs: Any, mask: Any, mean: Any, variance: Any) -> Moments:
     """The moments from those that the layer computed. With a mask, it divides by the count + epsilon (Keras 3.15)."""
     dtype = loss.wide(layer.moving_mean.dtype)
     mean, variance = (ops.cast(ops.stop_gradient(value), dtype) for value in (mean, variance))
@@ -160,8 +171,8 @@ def _moments(layer: Any, inputs: Any, mask: Any, mean: Any, variance: Any) -> Mo
     return Moments(count, center, variance * divisor - count * ops.square(center - mean))
 
 
-def _pooled(one: Moments, other: Moments) -> Moments:
-    """Chan's formula, which does not cancel as the difference of E(x²) and E(x)² does."""
+def pool(one: Moments, other: Moments) -> Moments:
+    """The moments of both together, by Chan's formula, which does not cancel as the difference of E(x²) and E(x)²."""
     count = one.count + other.count
     part = loss.share(other.count, count)
     is_empty = other.count == 0  # the mean over nothing may be NaN

@@ -9,7 +9,7 @@ import pytest
 from keras import layers
 
 from bigbatch import BigBatchWarning, OptionError
-from bigbatch.keras import accumulate
+from bigbatch.keras import accumulate, recalibrate
 
 from .cases import images, rows_of
 from .test_windows import MICRO, WHOLE, Feed, batches
@@ -152,6 +152,49 @@ def test_frozen(how: str) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+# --- recalibrate -----------------------------------------------------------------------------------------
+
+
+def two_deep() -> Any:
+    """The input of the second layer depends on the statistics of the first."""
+    norms = [layers.BatchNormalization(name=name) for name in ("one", "two")]
+    return keras.Sequential(
+        [layers.Input((64,)), layers.Dense(6), norms[0], layers.Dense(5, activation="tanh"), norms[1], layers.Dense(10)]
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 117] if BACKEND == "tensorflow" else [7])
+def test_recalibrate(batch_size: int) -> None:
+    """Against the statistics of the whole data, by hand, whatever the size of the batches."""
+    x = images()()["x"]
+    model = two_deep()
+    weights = [keras.ops.convert_to_numpy(v) for v in model.trainable_variables]
+    recalibrate(model, x, batch_size=batch_size)
+    first, one, second, two, _ = model.layers
+    seen = keras.ops.convert_to_numpy(first(x))
+    np.testing.assert_allclose(statistics(model)[:2], [seen.mean(0), seen.var(0)], rtol=ROUNDING, atol=ROUNDING)
+    seen = keras.ops.convert_to_numpy(second((seen - seen.mean(0)) / np.sqrt(seen.var(0) + one.epsilon)))
+    np.testing.assert_allclose(
+        statistics(model)[2:], [seen.mean(0), seen.var(0)], rtol=10 * ROUNDING, atol=10 * ROUNDING
+    )
+    for a, b in zip(model.trainable_variables, weights, strict=True):
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(a), b)
+    assert "call" not in vars(one) | vars(two)
+
+
+def test_recalibrate_takes_data_as_fit_does() -> None:
+    data = batches(images()(), MICRO)
+    models = [two_deep(), two_deep()]
+    models[1].set_weights(models[0].get_weights())
+    recalibrate(models[0], Feed(data))
+    recalibrate(models[1], np.concatenate([x for x, _ in data]))
+    assert gap(*models) < 10 * ROUNDING
+
+
 def test_refused() -> None:
+    with pytest.raises(OptionError, match="a generator can be read only once"):
+        recalibrate(first(), iter([]))
+    with pytest.raises(OptionError, match="calls no BatchNormalization layer"):
+        recalibrate(keras.Sequential([layers.Input((64,)), layers.Dense(1)]), images()()["x"])
     with pytest.raises(OptionError, match="batch_norm"):
         accumulate(first(), 4, batch_norm="off")  # type: ignore[arg-type]
