@@ -11,6 +11,7 @@ from ..core.options import check_choice, check_size
 from . import checks
 from .backends.step import Backend, FitStep
 from .batch_norm import Mode
+from .loss import Own
 
 Model = TypeVar("Model")
 
@@ -21,6 +22,8 @@ def accumulate(
     *,
     accumulation_steps: int | None = None,
     batch_norm: Mode = "batch",
+    loss: Callable[[Any, Any, Any, Any], Any] | None = None,
+    weight: Callable[[Any, Any, Any], Any] | None = None,
 ) -> Model:
     """Makes `fit` accumulate gradients, with the weights and the history of `fit` on the full batch.
 
@@ -58,8 +61,8 @@ def accumulate(
     the saved model do not change.
 
     Args:
-        model: A Sequential, Functional or subclassed model of Keras 3, compiled or not. Its class must not have a
-            `train_step` of its own.
+        model: A Sequential, Functional or subclassed model of Keras 3, compiled or not. If its class has a `train_step`
+            of its own, pass `loss`.
         micro_batch_size: The number of samples in memory at one time; the last micro-batch of a batch may have fewer.
             Call `accumulate` again to change it. `accumulate(model, None)` takes it back: `fit` is Keras's own again.
         accumulation_steps: The number of micro-batches in a step, if the data of `fit` come in micro-batches.
@@ -67,6 +70,11 @@ def accumulate(
             itself, and update their moving statistics once per step, with mean and variance of the whole batch. With
             "micro_batch" each micro-batch updates them. With "frozen" they normalise with the moving statistics, which
             stay as they are; then the gradient is exact.
+        loss: For a model whose class has a `train_step` of its own, the part of it that computes the loss:
+            `loss(model, x, y, sample_weight)` calls the model with training=True, updates the metrics it likes, and
+            returns the mean (or the sum) over the micro-batch. bigbatch does the rest of the step.
+        weight: For `loss`: `weight(x, y, sample_weight)` returns over how many values the loss is a mean, if these are
+            not the samples.
 
     Returns:
         The same model.
@@ -85,7 +93,10 @@ def accumulate(
         )
     fitted: Any = model
     step = FitStep.of(fitted)
-    checks.check_train_step(fitted, is_ours=step is not None)
+    checks.check_nnx()
+    checks.check_loss(loss, weight)
+    if loss is None and (micro_batch_size is not None or accumulation_steps is not None):
+        checks.check_train_step(fitted, is_ours=step is not None)
     if fitted.compiled:
         checks.check_optimizer(fitted.optimizer)
     check_choice("batch_norm", batch_norm, get_args(Mode))
@@ -93,7 +104,8 @@ def accumulate(
     if step is not None:
         step.detach()
     if micro_batch_size is not None or accumulation_steps is not None:
-        FitStep(fitted, backend, micro_batch_size or 0, accumulation_steps or 0, batch_norm).attach()
+        own = None if loss is None else Own(loss, weight)
+        FitStep(fitted, backend, micro_batch_size or 0, accumulation_steps or 0, batch_norm, own).attach()
     fitted.train_function = fitted.test_function = None  # compiled with the old step
     return model
 

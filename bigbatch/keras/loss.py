@@ -49,7 +49,7 @@ class Kind(NamedTuple):
     exponent: int = 1
     """The loss of N samples is their sum divided by N ** exponent: 0 for a sum, 1 for a mean, 2 for a mean that is
     divided by N again. See `share_of`."""
-    weight_from: Literal["mask", "sample_weight"] | None = None
+    weight_from: Literal["mask", "sample_weight", "function"] | None = None
     """What the loss divides by instead of the number of samples."""
 
 
@@ -65,6 +65,20 @@ class Reductions:
     """`Kind.exponent` of each of model.losses; all 1 if empty."""
     is_bound: bool = False
     """Whether compute_loss uses what call() left on the model, so that it cannot be called for the whole batch."""
+
+
+class Own(NamedTuple):
+    """A loss function in place of the model's train_step: it calls the model itself."""
+
+    loss: Callable[..., Any]
+    """`loss(model, x, y, sample_weight)` returns the loss of a micro-batch."""
+    weight: Callable[..., Any] | None
+    """`weight(x, y, sample_weight)` returns what it divides by, if not the number of samples."""
+
+    @property
+    def spec(self) -> "LossSpec":
+        kinds = () if self.weight is None else (Kind(weight_from="function"),)
+        return LossSpec(kinds, True, False, False, False, None, own=self)
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,8 @@ class LossSpec:
     outputs: Any
     """The model's output, with a KerasTensor in place of each tensor and of its mask."""
     reductions: Reductions = Reductions()
+    own: Own | None = None
+    """The loss function that takes the place of all of these, if any."""
 
     def with_reductions(self, reductions: Reductions) -> "LossSpec":
         kinds = tuple(reductions.kinds.get(number, kind) for number, kind in enumerate(self.kinds))
@@ -260,6 +276,8 @@ def weigh(term: Term, kind: Kind, num: Any) -> Any:
 
 def weights(model: Any, spec: LossSpec, batch: Batch, y_pred: Any, num: Any, dtype: str) -> Any:
     """The weights of all terms, in one tensor."""
+    if spec.own is not None and spec.own.weight is not None:
+        return ops.stack([ops.cast(ops.convert_to_tensor(spec.own.weight(*batch)), dtype)])
     pairs = zip(terms(model, batch, y_pred), spec.kinds, strict=True)
     return ops.stack([ops.cast(weigh(term, kind, num), dtype) for term, kind in pairs])
 
@@ -307,6 +325,15 @@ def micro_loss(
         keeps_updates: Whether metrics that the model's own compute_loss updates see the micro-batch. If not, what it
             assigns is dropped, because it is called again for the whole batch.
     """
+    if spec.own is not None:
+        factor = share_of(sample_share, spec.reductions.own_exponent) if spec.own.weight is None else term_shares[0]
+        value = ops.cast(ops.convert_to_tensor(spec.own.loss(model, *batch)), sample_share.dtype)
+        if len(value.shape):
+            raise LossError(
+                f"the loss function returned a tensor of shape {tuple(value.shape)}: return one number, the mean over "
+                "the micro-batch"
+            )
+        return MicroLoss(core_weight.counted(value, factor, ops.where), 0.0, [])
     exponents = spec.reductions.layer_exponents
     exponents = exponents if len(exponents) == len(losses) else (1,) * len(losses)
     scaled = [

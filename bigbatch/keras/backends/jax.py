@@ -49,7 +49,7 @@ class BackendStep(Backend):
         self.step.check()
         size = checks.batch_size(batch)
         spec = self.step.spec(batch, lambda: self.inspect(state, batch))
-        sums, non_trainable, value, layer_losses, pooled, leaves = self._on_devices(spec, state, batch, size)
+        sums, non_trainable, metrics, value, layer_losses, pooled, leaves = self._on_devices(spec, state, batch, size)
 
         y_pred = spec.rebuild(leaves) if spec.needs_outputs else None
         with keras.StatelessScope(self.values((trainable, non_trainable, optimizer, metrics))) as scope:
@@ -66,8 +66,19 @@ class BackendStep(Backend):
             lambda sums: model.optimizer.stateless_apply(optimizer, sums, trainable),
             lambda: (trainable, optimizer),
         )
-        logs, metrics = model._update_metrics_variables(metrics, value, x, y, y_pred, sample_weight)
+        if spec.own is not None:
+            logs, metrics = self._tracked(metrics, value, size)
+        else:
+            logs, metrics = model._update_metrics_variables(metrics, value, x, y, y_pred, sample_weight)
         return logs, (trainable, non_trainable, optimizer, metrics)
+
+    def _tracked(self, metrics: Any, value: Any, size: int) -> tuple[Any, Any]:
+        """Adds the loss to the metrics; a loss function updates the others."""
+        held = self.model.metrics_variables
+        with keras.StatelessScope(list(zip(held, metrics, strict=True))) as scope:
+            self.model._loss_tracker.update_state(value, sample_weight=size)
+            logs = self.model.get_metrics_result()
+        return logs, [scope.get_current_value(v) for v in held]
 
     def _on_devices(self, spec: LossSpec, state: State, batch: Batch, size: int) -> tuple[Any, ...]:
         """Calls `_accumulate`, on each device's part of the batch if possible.
@@ -106,7 +117,7 @@ class BackendStep(Backend):
             on_one,
             mesh=mesh,
             in_specs=(whole, shared),
-            out_specs=(whole, whole, whole, whole, whole, rows),
+            out_specs=(whole, whole, whole, whole, whole, whole, rows),
             axis_names={axis},
             check_vma=False,  # True refuses loops that begin with zeros, as in every RNN
         )
@@ -114,8 +125,8 @@ class BackendStep(Backend):
         return found
 
     def _updates_variables(self, state: State, x: Any) -> bool:
-        """Whether the model changes variables other than seeds."""
-        if self.step.norms.called:
+        """Whether the model changes variables other than seeds, or may do so in a loss function."""
+        if self.step.norms.called or self.step.own is not None:
             return True
         found: list[bool] = []
 
@@ -140,42 +151,45 @@ class BackendStep(Backend):
         """
         model = self.model
         trainable, non_trainable, optimizer, metrics = state
-        dtype = self.step.dtype
+        dtype, has_own = self.step.dtype, spec.own is not None
         shares_of_each = self._term_shares(spec, state, batch, cut, axes) if spec.needs_model_for_weights else None
 
         def gradient_of(
-            trainable: Any, non_trainable: Any, micro_batch: Batch, sample_share: Any, term_shares: Any
+            trainable: Any, non_trainable: Any, metrics: Any, micro_batch: Batch, sample_share: Any, term_shares: Any
         ) -> Any:
             y_pred, non_trainable, losses = self.forward(trainable, non_trainable, micro_batch[0])
-            moments = self.step.norms.moments
-            with keras.StatelessScope(self.values((trainable, non_trainable, optimizer, metrics))):
+            state = trainable, non_trainable, optimizer, metrics
+            with keras.StatelessScope(self.values(state), collect_losses=has_own) as scope:
                 micro, layer_losses, _ = loss.micro_loss(
                     model, spec, micro_batch, y_pred, losses, sample_share, term_shares
                 )
-                leaves = spec.leaves(y_pred)
-                return model.optimizer.scale_loss(micro), (non_trainable, micro, layer_losses, moments, leaves)
+                if has_own:  # which calls the model, and updates the metrics, in this scope
+                    non_trainable = [scope.get_current_value(v) for v in model.non_trainable_variables]
+                    metrics = [scope.get_current_value(v) for v in model.metrics_variables]
+                aux = non_trainable, metrics, micro, layer_losses, self.step.norms.moments, spec.leaves(y_pred)
+                return model.optimizer.scale_loss(micro), aux
 
         def body(carry: Any, number: Any, num: int) -> tuple[Any, list[Any]]:
-            sums, non_trainable, value, layer_losses, pooled = carry
+            sums, non_trainable, metrics, value, layer_losses, pooled = carry
             micro_batch = _take(cut, batch, number, num)
             sample_share = loss.share(jnp.asarray(checks.batch_size(micro_batch), dtype), size)
             term_shares = None if shares_of_each is None else shares_of_each[number]
-            gradients, (non_trainable, micro, micro_layer_losses, moments, leaves) = jax.grad(
+            gradients, (non_trainable, metrics, micro, micro_layer_losses, moments, leaves) = jax.grad(
                 gradient_of, has_aux=True
-            )(trainable, non_trainable, micro_batch, sample_share, term_shares)
+            )(trainable, non_trainable, metrics, micro_batch, sample_share, term_shares)
             sums = [s + g.astype(s.dtype) for s, g in zip(sums, gradients, strict=True)]
             pooled = self.step.norms.pool(pooled, moments)
-            carry = sums, non_trainable, value + micro, layer_losses + micro_layer_losses, pooled
+            carry = sums, non_trainable, metrics, value + micro, layer_losses + micro_layer_losses, pooled
             return carry, [_by_device(leaf, num) for leaf in leaves]
 
         zero = jnp.zeros((), dtype)
         sums = [jnp.zeros(v.shape, loss.wide(v.dtype)) for v in trainable]
-        carry = sums, non_trainable, zero, zero, self.step.norms.start()
-        (sums, non_trainable, value, layer_losses, pooled), stacks = cut.loop(body, carry)
+        carry = sums, non_trainable, metrics, zero, zero, self.step.norms.start()
+        (sums, non_trainable, metrics, value, layer_losses, pooled), stacks = cut.loop(body, carry)
         sums, value, layer_losses = add_up((sums, value, layer_losses), axes)
         sums = [s.astype(v.dtype) for s, v in zip(sums, trainable, strict=True)]
         leaves = [_in_order(leaf) for leaf in cut.join(stacks)]
-        return sums, non_trainable, value, layer_losses, pooled, leaves
+        return sums, non_trainable, metrics, value, layer_losses, pooled, leaves
 
     def _term_shares(self, spec: LossSpec, state: State, batch: Batch, cut: Cut, axes: tuple[str, ...]) -> Any:
         """For each micro-batch, the shares of its terms: w_tk / W_t.
@@ -218,7 +232,9 @@ class BackendStep(Backend):
             return self.step.infer_eagerly(batch, lambda rows, start, stop: rows[start:stop], self.values(state))
 
     def forward(self, trainable: Any, non_trainable: Any, x: Any, *, training: bool = True) -> Any:
-        """The model's output, the updated non-trainable variables, and model.losses."""
+        """The model's output, the updated non-trainable variables, and model.losses. See `FitStep.call`."""
+        if self.step.own is not None:
+            return None, non_trainable, []
         options = {"training": training} if self.model._call_has_training_arg else {}
         with self.step.norms.recording() if training else nullcontext():
             return self.model.stateless_call(trainable, non_trainable, x, return_losses=True, **options)
@@ -231,6 +247,11 @@ class BackendStep(Backend):
         def trace(state: State, batch: Batch) -> None:
             cut = Cut(size, min(size, self.step.micro_batch_size or size))
             micro_batch = _take(cut, batch, 0, cut.size)
+            if self.step.own is not None:
+                with keras.StatelessScope(self.values(state), collect_losses=True):
+                    self.step.own.loss(self.model, *micro_batch)
+                found.append(self.step.own.spec)
+                return
             y_pred, _, losses = self.forward(state[0], state[1], micro_batch[0])
             with keras.StatelessScope():  # a loss may assign to a variable of its own, which would keep a tracer
                 found.append(loss.inspect(self.model, micro_batch, y_pred, losses))

@@ -10,7 +10,7 @@ from ...core.errors import warn
 from .. import checks, loss
 from ..batch_norm import BatchNorms, Mode
 from ..infer_reduction import Rows, infer_reduction
-from ..loss import Batch, LossSpec, Reductions, wide
+from ..loss import Batch, LossSpec, Own, Reductions, wide
 
 Apply = Callable[[list[Any]], Any]
 
@@ -51,6 +51,7 @@ class FitStep:
         micro_batch_size: int,
         accumulation_steps: int,
         batch_norm: Mode,
+        own: Own | None,
     ) -> None:
         self.model = model
         self.micro_batch_size = micro_batch_size
@@ -58,6 +59,10 @@ class FitStep:
         self.accumulation_steps = accumulation_steps
         """0 if batches are cut."""
         self.norms = BatchNorms(model, batch_norm)
+        self.options = {"batch_norm": batch_norm, **({} if own is None else own._asdict())}
+        """What accumulate() was called with, besides the numbers."""
+        self.own = None if own is None else own._replace(loss=self._recorded(own.loss))
+        """The loss function that takes the place of the model's train_step, if any."""
         self.needs_finite_gradient = self.needs_finite_loss = False
         """What must be finite for a step to be applied. In `fit` nothing must, as without accumulate()."""
         self._has_warned = False
@@ -74,12 +79,15 @@ class FitStep:
         return step if isinstance(step, FitStep) else None
 
     def attach(self) -> None:
+        self._before = {name: vars(self.model)[name] for name in self._methods if name in vars(self.model)}
         for name, method in self._methods.items():
             setattr(self.model, name, method)
 
     def detach(self) -> None:
         for name in self._methods:
             delattr(self.model, name)
+        for name, method in self._before.items():
+            setattr(self.model, name, method)
 
     # --- what Keras calls -------------------------------------------------------------------------------------
 
@@ -113,10 +121,28 @@ class FitStep:
             checks.warn_of_layers(self.model, self.norms.mode)
 
     def call(self, x: Any, *, training: bool = True) -> Any:
-        """The model's output, as Keras's own step asks for it; in training, `norms` records."""
+        """The model's output, as Keras's own step asks for it; in training, `norms` records.
+
+        None if there is a loss function, which calls the model itself.
+        """
+        if self.own is not None:
+            return None
         options = {"training": training} if self.model._call_has_training_arg else {}
         with self.norms.recording() if training else nullcontext():
             return self.model(x, **options)
+
+    def _recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def loss(*args: Any) -> Any:
+            with self.norms.recording():
+                return function(*args)
+
+        return loss
+
+    def logs(self, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+        """Updates the metrics with a batch, unless the loss function does, and returns their values."""
+        if self.own is not None:
+            return self.model.get_metrics_result()
+        return self.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
     def update_norms(self, pooled: Any) -> None:
         """Updates moving statistics with those of the whole batch."""
@@ -193,7 +219,9 @@ class FitStep:
             values = [(v, v.value) for v in model.trainable_variables]  # or regularizers would find none (Keras 3.15)
         with keras.StatelessScope(values, collect_losses=True):
             size = self.micro_batch_size or checks.batch_size(batch)
-            reductions, messages = infer_reduction(model, batch, size, self.call, rows)
+            reductions, messages = infer_reduction(
+                model, batch, size, self.call, rows, self.own, is_cut=self.micro_batch_size > 0
+            )
             model._clear_losses()
         for message in messages:
             warn(message)

@@ -94,7 +94,7 @@ class BackendStep(Backend):
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         x, y, sample_weight = batch
-        logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        logs = step.logs(x, y, y_pred, sample_weight)
         return _as_vectors(logs) if self.has_workers else logs
 
     def _accumulate(self, spec: LossSpec, batch: Batch, total: Any) -> tuple[Any, ...]:
@@ -201,6 +201,10 @@ class BackendStep(Backend):
 
         def trace(batch: Batch) -> None:
             x, y, sample_weight = batch
+            if self.step.own is not None:
+                self.step.own.loss(self.model, *batch)
+                found.append(self.step.own.spec)
+                return
             y_pred = self.step.call(x)
             losses = self.model.losses
             self.model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)

@@ -47,7 +47,7 @@ class BackendStep(Backend):
                 self.step.update(gradients, value, lambda gradients: model.optimizer.apply(gradients, weights))
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
-        return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        return self.step.logs(x, y, y_pred, sample_weight)
 
     def zero_gradients(self) -> None:
         self.step.model.zero_grad()
@@ -62,8 +62,8 @@ class BackendStep(Backend):
         for k, (micro_batch, num) in enumerate(zip(micro_batches, sizes, strict=True)):
             micro_batch = with_own_weights(micro_batch)
             y_pred = step.call(micro_batch[0])
+            losses = None if step.own else model.losses  # before counting, which calls the model again
             moments = step.norms.moments
-            losses = model.losses  # before counting, which calls the model again
             if k == 0:
                 spec = step.spec(batch, lambda: self._inspect(micro_batch, y_pred, losses))  # noqa: B023
                 term_shares: Any = [None] * len(sizes)
@@ -73,6 +73,7 @@ class BackendStep(Backend):
             micro, micro_layer_losses, _ = loss.micro_loss(
                 model, spec, micro_batch, y_pred, losses, sample_share, term_shares[k]
             )
+            moments = step.norms.moments if step.own else moments
             if model.trainable_weights:
                 step.scale(micro).backward()
                 self.widen_gradients()
@@ -100,6 +101,8 @@ class BackendStep(Backend):
         return loss.share(weights, weights.sum(0))
 
     def _inspect(self, *args: Any) -> LossSpec:
+        if self.step.own is not None:
+            return self.step.own.spec
         with torch.no_grad():
             return loss.inspect(self.step.model, *args)
 

@@ -12,7 +12,7 @@ from ..backends.jax import BackendStep as CutStep
 from ..backends.jax import State, unmasked
 from ..backends.step import FitStep
 from ..loss import Batch, LossSpec
-from .step import WindowStep, extra_logs, track_loss
+from .step import WindowStep, track_loss, update_metrics
 
 
 def BackendStep(step: FitStep) -> WindowStep:  # noqa: N802 - the name that accumulate() looks for
@@ -76,20 +76,20 @@ class JitPasses:
 
         def gradient_of(trainable: Any) -> Any:
             y_pred, after, losses = self.cut.forward(trainable, non_trainable, x)
-            moments = self.step.norms.moments
             spec = self._spec((trainable, non_trainable, optimizer, metrics), batch)
-            with keras.StatelessScope(self.cut.values((trainable, after, optimizer, metrics))) as scope:
+            state = (trainable, after, optimizer, metrics)
+            with keras.StatelessScope(self.cut.values(state), collect_losses=self.step.own is not None) as scope:
                 micro = loss.micro_loss(
                     model, spec, batch, y_pred, losses, sample_share, term_shares, keeps_updates=True
                 )
                 scaled = model.optimizer.scale_loss(micro.value)
             values = [[scope.get_current_value(v) for v in held] for held in self._held()]
-            return scaled, ([micro.value, *micro.terms], y_pred, moments, *values)
+            return scaled, ([micro.value, *micro.terms], y_pred, self.step.norms.moments, *values)
 
         gradients, (values, y_pred, moments, non_trainable, metrics) = jax.grad(gradient_of, has_aux=True)(trainable)
         y_pred = loss.map_tensors(unmasked, y_pred)  # as in Keras's own step (3.15, only on JAX)
         with keras.StatelessScope(list(zip(model.metrics_variables, metrics, strict=True))) as scope:
-            logs = extra_logs(model, model.compute_metrics(x, y, y_pred, sample_weight))
+            logs = update_metrics(self.step, x, y, y_pred, sample_weight)
         metrics = [scope.get_current_value(v) for v in model.metrics_variables]
         gradients = [s + g.astype(s.dtype) for s, g in zip(gradients_so_far, gradients, strict=True)]
         scalars = [a + ops.cast(b, a.dtype) for a, b in zip(scalars, values, strict=False)]

@@ -129,9 +129,15 @@ def track_loss(model: Any, value: Any, terms: Any, size: Any) -> None:
         tracker.update_state(term, sample_weight=size)
 
 
-def extra_logs(model: Any, logs: Any) -> dict[str, Any]:
-    """What the model's own compute_metrics returns; {} if it has none, since metrics are read at the end of a step."""
-    return dict(logs) if type(model).compute_metrics is not keras.Model.compute_metrics else {}
+def update_metrics(step: FitStep, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> dict[str, Any]:
+    """Updates the metrics with a micro-batch, unless the loss function does.
+
+    Returns what the model's own compute_metrics logs; {} if it has none, since metrics are read at the end of a step.
+    """
+    if step.own is not None:
+        return {}
+    logs = step.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+    return dict(logs) if type(step.model).compute_metrics is not keras.Model.compute_metrics else {}
 
 
 def _check_spec(spec: LossSpec) -> None:

@@ -12,7 +12,7 @@ from ..backends.step import FitStep
 from ..backends.tensorflow import BackendStep as CutStep
 from ..backends.tensorflow import as_tensor, without_optional
 from ..loss import Batch, LossSpec
-from .step import WindowStep, extra_logs, track_loss
+from .step import WindowStep, track_loss, update_metrics
 
 
 def BackendStep(step: FitStep) -> WindowStep:  # noqa: N802 - the name that accumulate() looks for
@@ -68,11 +68,11 @@ class GraphPasses:
         shares = None if term_shares is None else tf.unstack(term_shares)
         with tf.GradientTape() as tape:
             y_pred = self.step.call(batch[0])
-            moments = self.step.norms.moments
             micro = loss.micro_loss(
                 model, self._spec(batch), batch, y_pred, model.losses, sample_share, shares, keeps_updates=True
             )
             scaled = self.step.scale(micro.value)
+        moments = self.step.norms.moments
         gradients = tape.gradient(scaled, weights)
         self._has_gradient.update(i for i, gradient in enumerate(gradients) if gradient is not None)
         sums = [
@@ -80,7 +80,7 @@ class GraphPasses:
             for s, g in zip(sums, gradients, strict=True)
         ]
         x, y, sample_weight = batch
-        logs = extra_logs(model, model.compute_metrics(x, y, y_pred, sample_weight=sample_weight))
+        logs = update_metrics(self.step, x, y, y_pred, sample_weight)
         terms = [a + b for a, b in zip(terms, micro.terms, strict=False)]
         return (sums, value + micro.value, terms, self.step.norms.pool(pooled, moments)), logs
 

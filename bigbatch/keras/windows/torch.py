@@ -15,7 +15,7 @@ from ..backends.step import FitStep
 from ..backends.torch import BackendStep as CutStep
 from ..backends.torch import as_tensor, with_own_weights
 from ..loss import Batch, LossSpec
-from .step import WindowStep, extra_logs, track_loss
+from .step import WindowStep, track_loss, update_metrics
 
 
 def BackendStep(step: FitStep) -> WindowStep:  # noqa: N802 - the name that accumulate() looks for
@@ -40,6 +40,8 @@ class EagerPasses:
 
     def inspect(self, state: None, batch: Batch) -> LossSpec:
         values = [(v, v.value) for v in self.model.trainable_variables]  # or regularizers would find none (Keras 3.15)
+        if self.step.own is not None:
+            return self.step.own.spec
         with torch.no_grad(), random_state_kept(self.model), keras.StatelessScope(values, collect_losses=True):
             y_pred = self.step.call(map_tensors(Tensor.clone, batch)[0], training=False)
             spec = loss.inspect(self.model, batch, y_pred, self.model.losses)
@@ -64,17 +66,17 @@ class EagerPasses:
         model = self.model
         x, y, sample_weight = with_own_weights(batch)
         y_pred = self.step.call(x)
-        moments = self.step.norms.moments
         micro = loss.micro_loss(
             model,
             self._spec(batch),
             (x, y, sample_weight),
             y_pred,
-            model.losses,
+            None if self.step.own else model.losses,
             sample_share,
             term_shares,
             keeps_updates=True,
         )
+        moments = self.step.norms.moments
         if model.trainable_weights:
             self.step.scale(micro.value).backward()
             self.cut.widen_gradients()
@@ -82,7 +84,7 @@ class EagerPasses:
             value, terms, pooled = sums
             pooled = moments if pooled is None else self.step.norms.pool(pooled, moments)
             sums = value + micro.value, [a + b for a, b in zip(terms, micro.terms, strict=False)], pooled
-            logs = extra_logs(model, model.compute_metrics(x, y, y_pred, sample_weight=batch[2]))  # without masks
+            logs = update_metrics(self.step, x, y, y_pred, batch[2])  # without masks
         return sums, logs
 
     def finish(self, sums: Any, state: None, size: Tensor, logs: Any) -> Any:
