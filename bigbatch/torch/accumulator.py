@@ -1,6 +1,6 @@
 """The accumulator: cut, accumulate, reduce, clip, apply."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from ..core.auxiliary import check_aux
 from ..core.errors import Interrupted, OptionError, StateError
 from ..core.nonfinite import NonFinite, OnNonFinite
 from ..core.options import Fixed, Option, OptionOf, check_callable, check_size, check_steps
@@ -16,6 +17,7 @@ from ..core.step import Step
 from ..core.weight import Reduction, Terms, Weights, as_terms, check_reduction, check_weight, has_weight, totals
 from ..core.window import AccumulationSteps, steps_at
 from . import checks
+from .auxiliary import NO_AUX, BatchAux, WindowAux
 from .backward import Backward, Loss
 from .batch import is_empty
 from .capture.capture import capture_for
@@ -68,9 +70,9 @@ class Accumulator:
         model: The model, already on its device. It may be wrapped in DistributedDataParallel, fully_shard or
             torch.compile.
         optimizer: An optimizer that holds the model's parameters.
-        loss: `loss(model, micro_batch)` returns the mean over the micro-batch, as a scalar tensor. It may return a
-            tuple of terms, each a mean over a count of its own. Leave it out if you compute losses yourself, in
-            `micro_batch()`.
+        loss: `loss(model, micro_batch)` returns the mean over the micro-batch, as a scalar tensor, or a mapping with
+            "loss", such as the output of a Hugging Face model. It may return a tuple of terms, each a mean over a count
+            of its own. Leave it out if you compute losses yourself, in `micro_batch()`.
         micro_batch_size: How many samples a micro-batch has, for `step(batch)`.
         accumulation_steps: How many micro-batches a window has, for `micro_batch()`: a number, or a function of the
             step number.
@@ -88,11 +90,17 @@ class Accumulator:
         reduce: With fully_shard: "window" reduces gradients once a window, "micro_batch" each time, with less memory.
         on_nonfinite: If the gradient is not finite, "skip" the step, "raise" NonFiniteError, or "stop" training.
         max_skipped: Raise NonFiniteError after this many skipped steps in a row; None for never.
+        has_aux: Whether the loss returns the pair `(loss, aux)`, or a mapping whose items beside "loss" are aux. That
+            of the whole batch is then in `step.aux`, and its numbers are in `step.metrics`.
+        aux: How aux is combined over micro-batches: "mean" (weighted like the first term of the loss), "sum",
+            "concatenate", a function of the list of values and the list of weights, or a nest of these. "auto" takes
+            the mean of floating-point numbers, the sum of integers, and concatenates what has a row for each sample.
     """
 
     model, optimizer, reduction = Fixed(), Fixed(), Fixed()
     precision, accumulate_dtype = Fixed(), Fixed()
     capture, group, reduce = Fixed(), Fixed(), Fixed()
+    has_aux, aux = Fixed(), Fixed()
     scaler = Fixed('The GradScaler in use: yours, or ours with precision "fp16".')
     loss, weight = Option(check_callable), Option(check_callable)
     micro_batch_size = Option(check_size)
@@ -121,6 +129,8 @@ class Accumulator:
         reduce: Reduce = "window",
         on_nonfinite: OnNonFinite = "skip",
         max_skipped: int | None = 32,
+        has_aux: bool = False,
+        aux: Any = "auto",
     ) -> None:
         check_reduction(reduction)
         checks.check_model(model)
@@ -130,6 +140,7 @@ class Accumulator:
         self.micro_batch_size, self.accumulation_steps = micro_batch_size, accumulation_steps
         self.reduction, self.precision, self.accumulate_dtype = reduction, precision, accumulate_dtype
         self.capture, self.group, self.reduce = capture, group, reduce
+        self.has_aux, self.aux = has_aux, check_aux("aux", aux, has_aux=has_aux)
         self._gradients = Gradients(optimizer, {p: name for name, p in model.named_parameters()}, accumulate_dtype)
         self._exclusive = self._gradients.exclusive
         parameters = self._gradients.parameters()
@@ -141,7 +152,9 @@ class Accumulator:
         self.clip_norm, self.clip_value, self.scheduler = clip_norm, clip_value, scheduler
         self._transfer = transfer_for(parameters)
         self._time_axis = TimeAxis(model, can_run_twice=not self._ranks.is_distributed)
-        self._eager = Backward(model, self._gradients, self._precision, self._ranks, self._transfer, self._time_axis)
+        self._eager = Backward(
+            model, self._gradients, self._precision, self._ranks, self._transfer, self._time_axis, has_aux=has_aux
+        )
         self._captured = capture_for(capture, model, loss, self._gradients, self._eager, self._ranks)
         if self._captured is not None:
             pool = self._captured.pool
@@ -181,8 +194,9 @@ class Accumulator:
             num_done = len(window.losses)
             try:
                 sums, losses = self._accumulate(cut, window, get_totals)  # forward and backward of each; reduced once
+                aux = self._combined_aux(window, cut.pass_weights, get_totals(), cut.num_skipped)
                 # unscale, check, clip, optimizer, schedule
-                return self._update(sums, losses, get_totals(), cut.largest_micro_batch)
+                return aux.onto(self._update(sums, losses, get_totals(), cut.largest_micro_batch))
             except Exception as error:
                 cut.explain(error, num_done)
                 raise
@@ -200,7 +214,10 @@ class Accumulator:
             for number, micro_batch in enumerate(arriving, len(losses)):
                 weight = passes[number][1]
                 with self._passing(number, cut, get_totals) if is_distributed else _NOTHING:
-                    losses.append(self._backward(self.loss, micro_batch, weight, get_shares, buffer))
+                    values, aux = self._backward(self.loss, micro_batch, weight, get_shares, buffer)
+                losses.append(values)
+                if window.aux is not None:
+                    window.aux.add(aux, cut.num_samples(number))
                 if self.is_interrupted and number + 1 < len(passes) and not is_distributed:
                     break
             # with fully_shard, all ranks make equally many passes, since each gathers parameters
@@ -229,11 +246,19 @@ class Accumulator:
                 cut = Cut(reduction=self.reduction)
             else:
                 has_norms = any(map(checks.normalises_by_batch, self._batch_norms))
-                cut = Cut.of(batch, self.micro_batch_size, self.weight, self.reduction, has_norms=has_norms)
+                runs_all = self.has_aux and not self._ranks.is_sharded  # there, all ranks make equally many passes
+                cut = Cut.of(
+                    batch,
+                    self.micro_batch_size,
+                    self.weight,
+                    self.reduction,
+                    has_norms=has_norms,
+                    runs_all=runs_all,
+                )
             if self._ranks.is_distributed:
                 self._ranks.check(self._gradients, cut.weights if self.reduction == "mean" else ())
             if window is None:
-                window = PartialWindow.of_step(cut)
+                window = PartialWindow.of_step(cut, self._new_aux())
             else:
                 window.check_same(cut.weights)
                 window.check_unchanged(self._gradients.versions())
@@ -367,7 +392,7 @@ class Accumulator:
         if window is None:
             scale = None if self.scaler is None else self._precision.loss_scale()
             weights = Weights(self.reduction, reference, torch.where, num_wanted)
-            window = PartialWindow(weights, [Sums() for _ in terms], loss_scale=scale)
+            window = PartialWindow(weights, [Sums() for _ in terms], aux=self._new_aux(), loss_scale=scale)
         return window
 
     def flush(self) -> Step | None:
@@ -420,7 +445,8 @@ class Accumulator:
         self._window = None
         if window is None:
             cut = Cut(reduction=self.reduction)
-            sums, losses = self._accumulate(cut, PartialWindow.of_step(cut), get_totals)
+            window = PartialWindow.of_step(cut, self._new_aux())
+            sums, losses = self._accumulate(cut, window, get_totals)
         else:
             sums = window.summed(all_ranks.total, self._ranks.divisor)
             if self._ranks.is_distributed:
@@ -430,12 +456,24 @@ class Accumulator:
                 if self._ranks.keeps_whole_gradients:  # they were inside of the model until now
                     sums.multiply(window.weights.rest(all_ranks.total)[0] * self._ranks.divisor)
             losses = self._ranks.sum_losses(window.losses, weights, all_ranks.total, self.reduction)
-        return self._update(sums, losses, all_ranks)
+        aux = self._combined_aux(window, weights, all_ranks)
+        return aux.onto(self._update(sums, losses, all_ranks))
 
     @property
     def num_fed(self) -> int:
         """How many micro-batches `micro_batch()` has added to the window that is open."""
         return 0 if self._window is None or self._window.is_of_step else len(self._window)
+
+    def _new_aux(self) -> WindowAux | None:
+        return WindowAux(self.aux) if self.has_aux else None
+
+    def _combined_aux(
+        self, window: PartialWindow, weights: Sequence[Terms], totals: Totals, num_skipped: int = 0
+    ) -> BatchAux:
+        """What the loss returned beside its value, for the batch of all ranks."""
+        if window.aux is None:
+            return NO_AUX
+        return window.aux.combined(weights, totals.total, self._ranks, num_skipped)
 
     def _warn_of_batch_norm(self, num_micro_batches: int) -> None:
         if num_micro_batches > 1 and not self._has_warned_of_batch_norm:
@@ -509,7 +547,7 @@ class Accumulator:
             state: What `state_dict` returned.
         """
         with self._exclusive.hold("load_state_dict()"):
-            saved = SavedState.read(state, self.scaler, self._ranks, self._gradients, self.reduction)
+            saved = SavedState.read(state, self.scaler, self._ranks, self._gradients, self.reduction, self._new_aux())
             if self.scaler is not None:
                 self.scaler.load_state_dict(saved.scaler)
             self._window = saved.window

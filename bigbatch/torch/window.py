@@ -3,6 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..core.weight import (
     totals,
 )
 from ..core.window import Window
+from .auxiliary import WindowAux
 from .batch import batch_size, cut
 from .distributed.totals import GetTotals, LocalCounts
 from .sums import Sums
@@ -46,6 +48,7 @@ class Cut:
         sizes: How many samples each has; empty if that is not known.
         reduction: "mean" or "sum".
         is_cut: Whether bigbatch cut them, and not the user.
+        runs_all: Whether micro-batches of weight zero are run too, for their aux.
     """
 
     def __init__(
@@ -56,21 +59,32 @@ class Cut:
         reduction: Reduction = "mean",
         *,
         is_cut: bool = False,
+        runs_all: bool = False,
     ) -> None:
         self.micro_batches, self.weights, self.sizes = micro_batches, list(weights), sizes
         self.reduction, self.is_cut = reduction, is_cut
         self.largest_micro_batch: int | None = max(sizes, default=None)
         """How many samples the largest micro-batch has; None if that is not known."""
-        self.passes = [
-            (micro_batch, weight)
-            for micro_batch, weight in zip(micro_batches, weights, strict=True)
-            if reduction == "sum" or any(weight)  # skip zero weights: that mean may be 0/0
+        ran = [
+            number
+            for number, weight in enumerate(self.weights)
+            if reduction == "sum" or any(weight) or runs_all  # skip zero weights: that mean may be 0/0
         ]
+        self.passes = [(micro_batches[number], self.weights[number]) for number in ran]
+        self._pass_sizes = [sizes[number] for number in ran] if sizes else []
         self.pass_weights = [weight for _, weight in self.passes]
+        self.num_skipped = len(self.weights) - len(self.passes)
 
     @classmethod
     def of(
-        cls, batch: Any, micro_batch_size: int | None, weight: Weight | None, reduction: Reduction, *, has_norms: bool
+        cls,
+        batch: Any,
+        micro_batch_size: int | None,
+        weight: Weight | None,
+        reduction: Reduction,
+        *,
+        has_norms: bool,
+        runs_all: bool = False,
     ) -> "Cut":
         """Cuts and weighs a batch, or weighs the micro-batches of a window.
 
@@ -89,7 +103,15 @@ class Cut:
             if weight is None:
                 sizes = [batch_size(part, f"micro_batch[{k}]") for k, part in enumerate(batch)]
         weights = [(size,) for size in sizes] if weight is None else weigh(micro_batches, weight)
-        return cls(micro_batches, weights, sizes, reduction, is_cut=is_cut)
+        return cls(micro_batches, weights, sizes, reduction, is_cut=is_cut, runs_all=runs_all)
+
+    def num_samples(self, number: int) -> int | None:
+        """How many samples the micro-batch of this pass has; None if that is not known."""
+        if self._pass_sizes:
+            return self._pass_sizes[number]
+        with suppress(BatchError):
+            return batch_size(self.passes[number][0])
+        return None
 
     def has_all_terms(self, *weights: Terms) -> bool:
         """Whether every term has a weight in each of these micro-batches; a term without one is not computed."""
@@ -128,6 +150,7 @@ class PartialWindow:
             batch.
         sums: The gradient sums: of `micro_batch()` for each term, of `step()` for all terms together.
         losses: The losses so far, by micro-batch and term.
+        aux: What the loss returned beside its value so far; None without `has_aux`.
         loss_scale: What a GradScaler multiplied losses by when the window began.
         seen: What the parameters looked like after the last micro-batch; None if the window was loaded.
         trainable: Which parameters the micro-batches so far gave gradients to; None before the first.
@@ -139,6 +162,7 @@ class PartialWindow:
     weights: Weights
     sums: list[Sums]
     losses: list[list[Any]] = field(default_factory=list)
+    aux: WindowAux | None = None
     loss_scale: Tensor | None = None
     seen: list[int] | None = None
     trainable: list[bool] | None = None
@@ -147,11 +171,11 @@ class PartialWindow:
     shares: dict[Terms, Terms] = field(default_factory=dict)
 
     @classmethod
-    def of_step(cls, cut: Cut) -> "PartialWindow":
+    def of_step(cls, cut: Cut, aux: WindowAux | None = None) -> "PartialWindow":
         """One whose micro-batches are all known."""
         weights = Weights(cut.reduction)
         weights.weights = cut.weights
-        return cls(weights, [Sums()], is_of_step=True)
+        return cls(weights, [Sums()], aux=aux, is_of_step=True)
 
     def __len__(self) -> int:
         return len(self.weights.weights)
@@ -282,13 +306,14 @@ class MicroBatch:
         """Adds the gradient of this micro-batch's loss to the window.
 
         Args:
-            loss: The mean over what `weight` counts; a tuple if `weight` is one.
+            loss: The mean over what `weight` counts; a tuple if `weight` is one. It may be whatever a loss may return:
+                a mapping with "loss", or the pair `(loss, aux)` with `has_aux=True`.
         """
         if self.is_over:
             raise OrderError("micro.backward was called after its block, where nothing is added: call it in the block")
         if self.has_begun:
             raise OrderError("micro.backward was called twice in one micro-batch: add the losses up before")
-        self._feed(self, as_terms(loss))
+        self._feed(self, loss)
 
     def check_fed(self) -> None:
         """At the end of the block: raises OrderError unless `backward` was called once, and succeeded."""

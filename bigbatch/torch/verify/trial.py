@@ -18,6 +18,7 @@ from ...core.window import Window
 from .. import batch as nest
 from .. import hooks
 from ..accumulator import Accumulator
+from ..auxiliary import without_aux
 from ..backward import Loss, check_loss
 from ..checks import batch_norms
 from ..gradients import leaves_of
@@ -41,10 +42,12 @@ class Trial:
         weight: Weight | None,
         reduction: Reduction,
         is_training: bool,
+        *,
+        has_aux: bool = False,
     ) -> None:
         self.model = model
         self.batch = batch
-        self.loss = loss
+        self.loss = without_aux(loss, has_aux=has_aux)
         self.weight = weight
         self.reduction: Reduction = reduction
         _, sizes = nest.cut(batch, micro_batch_size, avoid_single_sample=bool(batch_norms(model)))  # as step() does

@@ -31,6 +31,7 @@ def verify(
     *,
     weight: Weight | None = None,
     reduction: Reduction = "mean",
+    has_aux: bool = False,
     step: Loop | None = None,
     tolerance: float | None = None,
     dtype: torch.dtype | None = None,
@@ -47,11 +48,13 @@ def verify(
     Args:
         model: The model. In training mode, BatchNorm and dropout are part of the comparison.
         batch: A batch that fits into memory as a whole: a tensor or a nest of tensors.
-        loss: `loss(model, micro_batch)` returns the mean over the micro-batch; a tuple for several terms.
+        loss: `loss(model, micro_batch)` returns the mean over the micro-batch; a tuple for several terms, or whatever
+            else the accumulator's loss may return.
         micro_batch_size: The number of samples in a micro-batch.
         weight: `weight(micro_batch)` returns the number of samples or tokens that the loss is a mean over. Samples if
             it is left out.
         reduction: "mean", or "sum" if the loss adds up.
+        has_aux: Whether the loss returns `(loss, aux)`, as for the accumulator. Aux is not compared.
         step: A loop of your own to check instead of the accumulator. `step(model, micro_batches)` leaves its gradients
             on the model it is given, or ends with a step of an optimizer that it makes for that model.
         tolerance: The largest relative error that counts as exact: 1e-9 in float64 if it is left out; in float32 it
@@ -70,7 +73,7 @@ def verify(
             transfer, own = transfer_for(list(twin.parameters())), _cast_to(batch, dtype)
             if transfer is not None:
                 own = transfer.brought(own)
-            trial = Trial(twin, own, loss, micro_batch_size, weight, reduction, model.training)
+            trial = Trial(twin, own, loss, micro_batch_size, weight, reduction, model.training, has_aux=has_aux)
             try:
                 found = audit(trial, tolerance, step)
             finally:
