@@ -148,7 +148,7 @@ class WindowAux:
         found = {p: w for p, w in first.ways.items() if w in ("mean", "sum") and not first.kinds[p][0].shape}
         values = [tuple(leaves[path] for path in found) for leaves in self._values]
         factors = [tuple(part if way == "mean" else 1.0 for way in found.values()) for part in by]
-        fetch = ranks.add_up(values, factors, len(found)) if found else tuple
+        fetch = ranks.add_up_numbers(values, factors, len(found)) if found else tuple
 
         @functools.cache
         def fetched() -> dict[Path, Any]:

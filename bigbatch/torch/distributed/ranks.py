@@ -63,7 +63,7 @@ class Ranks:
         columns = _columns(losses)
         return lambda: _weighted(columns, [shares(weight, total, reduction) for weight in weights])
 
-    def add_up(self, values: Sequence[Sequence[Any]], by: list[Terms], num_terms: int) -> Callable[[], Terms]:
+    def add_up_numbers(self, values: Sequence[Sequence[Any]], by: list[Terms], num_terms: int) -> Callable[[], Terms]:
         """Returns how to fetch the sums of numbers over micro-batches and ranks, each times its factor in `by`."""
         columns = _columns(values)
         return lambda: _weighted(columns, by)
@@ -125,6 +125,10 @@ class Ranks:
 
     def check_hooks(self, num_hooks: tuple[int, ...], *, has_changed: bool) -> None:
         """Raises RankError if hooks changed the gradient on some ranks that other ranks do not have."""
+
+    def add_up(self, count: Callable[[], float]) -> float:
+        """The sum of the counts of all ranks. If counting fails on this rank, raises on all of them."""
+        return count()
 
 
 class SeveralRanks(Ranks):
@@ -194,13 +198,19 @@ class SeveralRanks(Ranks):
                 "hooks on every rank"
             )
 
+    def add_up(self, count: Callable[[], float]) -> float:
+        with self.raise_on_all_ranks():
+            own = count()
+        (total,) = exchange(LocalCounts((own,)), self._host_group)().total
+        return float(total)
+
     def sum_losses(
         self, losses: Sequence[Sequence[Any]], weights: Sequence[Terms], total: Terms, reduction: Reduction
     ) -> Callable[[], Terms]:
         """All ranks take part, so the all-reduce starts at once, whether or not the loss is read."""
-        return self.add_up(losses, [shares(weight, total, reduction) for weight in weights], len(total))
+        return self.add_up_numbers(losses, [shares(weight, total, reduction) for weight in weights], len(total))
 
-    def add_up(self, values: Sequence[Sequence[Any]], by: list[Terms], num_terms: int) -> Callable[[], Terms]:
+    def add_up_numbers(self, values: Sequence[Sequence[Any]], by: list[Terms], num_terms: int) -> Callable[[], Terms]:
         wait = self.add_up_tensor(_weighted_now(values, by, num_terms, self.device))
         return lambda: tuple(wait().tolist())
 
