@@ -3,17 +3,18 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor, nn
 
 from ...core.errors import BigBatchError, OptionError
-from ...core.options import positive
+from ...core.options import check_known, check_loss, positive
 from ...core.verify.compare import audit
 from ...core.verify.result import Verification
 from ...core.verify.trial import Loop
 from ...core.weight import Reduction
+from ...core.window import Window
 from .. import batch as nest
 from .. import hooks
 from ..backward import Loss
@@ -24,13 +25,14 @@ from ..random import random_state_kept
 from ..transfer import transfer_for
 from ..window import Weight
 from .trial import Trial
+from .window import joined
 
 
 def verify(
     model: nn.Module,
     batch: Any,
     loss: Loss,
-    micro_batch_size: int,
+    micro_batch_size: int | None = None,
     *,
     weight: Weight | None = None,
     reduction: Reduction = "mean",
@@ -40,6 +42,7 @@ def verify(
     batch_axis: BatchAxis = 0,
     cut: Literal["list"] | Callable[[Any, list[int]], Sequence[Any]] | None = None,
     num_samples: Callable[[Any], int] | None = None,
+    **unknown: Never,
 ) -> Verification:
     """Compares the gradient of the full batch with the accumulated one, and names the cause if they differ.
 
@@ -51,10 +54,12 @@ def verify(
     Everything happens on a copy of the model; the model, its buffers and all random state are left as they were.
 
     Args:
-        model: The model. In training mode, BatchNorm and dropout are part of the comparison.
-        batch: A batch that fits into memory as a whole: a tensor or a nest of tensors.
+        model: The model. If it is in eval mode but has BatchNorm or dropout, its copy is put into training mode, and
+            the causes say so.
+        batch: A batch that fits into memory as a whole: a tensor or a nest of tensors. Or a `Window` of micro-batches,
+            of any sizes, which are concatenated to the full batch.
         loss: `loss(model, micro_batch)` returns the mean over the micro-batch; a tuple for several terms.
-        micro_batch_size: The number of samples in a micro-batch.
+        micro_batch_size: The number of samples in a micro-batch; not for a `Window`.
         weight: `weight(micro_batch)` returns the number of samples or tokens that the loss is a mean over. Samples if
             it is left out.
         reduction: "mean", or "sum" if the loss adds up.
@@ -71,8 +76,14 @@ def verify(
     Returns:
         The verdict, true if it is exact. It prints as a table with the causes below.
     """
-    micro_batch_size = positive("micro_batch_size", micro_batch_size)
     cutting = Cutting(batch_axis, cut, num_samples)
+    check_known(unknown, verify)
+    check_loss("loss", loss)
+    sizes: int | Sequence[int]
+    if isinstance(batch, Window):
+        batch, sizes = joined(batch, cutting)
+    else:
+        sizes = positive("micro_batch_size", micro_batch_size)
 
     def compared(dtype: torch.dtype) -> Verification:
         with random_state_kept(model):
@@ -80,7 +91,7 @@ def verify(
             transfer, own = transfer_for(list(twin.parameters())), _cast_to(batch, dtype)
             if transfer is not None:
                 own = transfer.brought(own)
-            trial = Trial(twin, own, loss, micro_batch_size, weight, reduction, model.training, cutting)
+            trial = Trial(twin, own, loss, sizes, weight, reduction, cutting)
             try:
                 found = audit(trial, tolerance, step)
             finally:
