@@ -614,7 +614,7 @@ def test_hugging_face_without_labels() -> None:
 def test_hugging_face_return_dict_false_without_has_aux() -> None:
     model, batch = gpt2(use_cache=False)
     with pytest.raises(LossError, match=r"item 2 of 2 .* the shape \(4, 12, 64\).*has_aux=True"):
-        made(model, lambda model, batch: model(**batch, return_dict=False), has_aux=False).step(batch)
+        made(model, lambda model, batch: model(**batch, return_dict=False), has_aux=False, weight=shifted).step(batch)
 
 
 def test_hugging_face_caches_are_refused_by_name() -> None:

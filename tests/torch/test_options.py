@@ -12,10 +12,14 @@ from bigbatch import NonFiniteError, OptionError
 from bigbatch.torch import Accumulator
 
 FIXED = {"model", "optimizer", "reduction", "precision", "scaler", "accumulate_dtype", "capture", "group", "reduce"}
+FIXED |= {"has_aux", "aux"}
 BAD = {
     "loss": 3,
     "weight": 3,
     "micro_batch_size": 0,
+    "batch_axis": True,
+    "cut": "rows",
+    "num_samples": 3,
     "accumulation_steps": -1,
     "clip_norm": -1.0,
     "clip_value": float("nan"),
