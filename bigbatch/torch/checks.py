@@ -8,9 +8,8 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..core import batch as core_batch
 from ..core.errors import OptionError
-from .internals import BatchNorm, is_stepped_in_backward
+from .internals import is_stepped_in_backward
 
 
 def check_model(model: Any) -> None:
@@ -82,23 +81,3 @@ def check_dtype(dtype: torch.dtype | None) -> None:
             f"accumulate_dtype={dtype} is narrower than torch.float32 and would lose low bits: "
             "pass torch.float32 or torch.float64, or None"
         )
-
-
-def warn_of_batch_norm(model: nn.Module) -> bool:
-    """Warns that BatchNorm sees micro-batches; returns whether it does."""
-    return core_batch.warn_of_batch_norm(batch_norms(model), "put them into eval mode")
-
-
-def batch_norms(model: nn.Module) -> list[str]:
-    """The names of the BatchNorm layers that normalise by the batch they are given."""
-    named = model.named_modules()
-    return [name for name, module in named if isinstance(module, BatchNorm) and normalises_by_batch(module)]
-
-
-def batch_norm_modules(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, BatchNorm)]
-
-
-def normalises_by_batch(module: Any) -> bool:
-    """Whether a BatchNorm layer uses the statistics of the batch it is given."""
-    return bool(module.training or module.running_mean is None)

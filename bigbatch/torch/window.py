@@ -134,6 +134,7 @@ class PartialWindow:
         is_of_step: Whether it is that of `step()`.
         buffers: What adds to the sums of `micro_batch()`, by term.
         shares: What `share` has computed.
+        batch_norm: When it is saved or loaded: the statistics of BatchNorm layers so far.
     """
 
     weights: Weights
@@ -145,6 +146,7 @@ class PartialWindow:
     is_of_step: bool = False
     buffers: list[Any] = field(default_factory=list)
     shares: dict[Terms, Terms] = field(default_factory=dict)
+    batch_norm: dict[str, list[Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of_step(cls, cut: Cut) -> "PartialWindow":

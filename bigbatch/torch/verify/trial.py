@@ -19,7 +19,7 @@ from .. import batch as nest
 from .. import hooks
 from ..accumulator import Accumulator
 from ..backward import Loss, check_loss
-from ..checks import batch_norms
+from ..batch_norm import REMEDY, normalising
 from ..gradients import leaves_of
 from ..internals import BatchNorm, Dropout
 from ..random import RandomState, cuda_devices_of
@@ -47,7 +47,7 @@ class Trial:
         self.loss = loss
         self.weight = weight
         self.reduction: Reduction = reduction
-        _, sizes = nest.cut(batch, micro_batch_size, avoid_single_sample=bool(batch_norms(model)))  # as step() does
+        _, sizes = nest.cut(batch, micro_batch_size, avoid_single_sample=bool(normalising(model)))  # as step() does
         self.parts: Sequence[Rows] = [
             range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)
         ]
@@ -181,7 +181,7 @@ class Trial:
         ]
 
     def layer_causes(self) -> list[str]:
-        return batch_norm_causes(batch_norms(self.model), "put them into eval mode")
+        return batch_norm_causes(normalising(self.model), REMEDY)
 
     def cut_elsewhere(self, is_mean: Callable[[Any, Any, Any], bool]) -> str | None:
         with self.without_hooks():
