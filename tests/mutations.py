@@ -67,7 +67,7 @@ core: samples that do not divide evenly among ranks are dropped | core/window.py
 - ends = [-(-batch_size * rank // num_ranks) for rank in range(num_ranks + 1)]
 + ends = [batch_size // num_ranks * rank for rank in range(num_ranks + 1)]
 torch: verify cuts where step does not | torch/verify/trial.py | test-torch
-- avoid_single_sample=bool(batch_norms(model)))
+- avoid_single_sample=bool(normalising(model)))
 + avoid_single_sample=False)
 torch: every micro-batch has the weight of the first | torch/accumulator.py | test-torch
 - weight = passes[number][1]

@@ -1,20 +1,33 @@
 """The accumulator: cut, accumulate, reduce, clip, apply."""
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from ..core.errors import Interrupted, OptionError, StateError
+from ..core.batch import one_batch
+from ..core.errors import BatchError, Interrupted, OptionError, StateError
 from ..core.nonfinite import NonFinite, OnNonFinite
-from ..core.options import Fixed, Option, OptionOf, check_callable, check_size, check_steps
+from ..core.options import (
+    Fixed,
+    Option,
+    OptionOf,
+    check_callable,
+    check_known,
+    check_loss,
+    check_size,
+    check_steps,
+    described,
+)
 from ..core.step import Step
+from ..core.verify.result import Verification
 from ..core.weight import Reduction, Terms, Weights, as_terms, check_reduction, check_weight, has_weight, totals
-from ..core.window import AccumulationSteps, steps_at
+from ..core.window import AccumulationSteps, Window, steps_at
 from . import checks
 from .backward import Backward, Loss
 from .batch import is_empty
@@ -62,8 +75,8 @@ class Accumulator:
     all of them pass, and gradients are reduced once a window.
 
     Options such as `accumulator.clip_norm = 0.5` can be changed at any time (`batch_norm` between windows); they are
-    checked, and used from the next step on. The model, the optimizer, `reduction`, `precision`, `scaler`, `accumulate_dtype`, `capture`, `group` and
-    `reduce` are fixed.
+    checked, and used from the next step on. The model, the optimizer, `reduction`, `precision`, `scaler`,
+    `accumulate_dtype`, `capture`, `group` and `reduce` are fixed.
 
     Args:
         model: The model, already on its device. It may be wrapped in DistributedDataParallel, fully_shard or
@@ -98,7 +111,7 @@ class Accumulator:
     precision, accumulate_dtype = Fixed(), Fixed()
     capture, group, reduce = Fixed(), Fixed(), Fixed()
     scaler = Fixed('The GradScaler in use: yours, or ours with precision "fp16".')
-    loss, weight = Option(check_callable), Option(check_callable)
+    loss, weight = Option(check_loss), Option(check_callable)
     micro_batch_size = Option(check_size)
     accumulation_steps = Option(check_steps)
     clip_norm, clip_value, scheduler = OptionOf("_update"), OptionOf("_update"), OptionOf("_update")
@@ -127,7 +140,9 @@ class Accumulator:
         on_nonfinite: OnNonFinite = "skip",
         max_skipped: int | None = 32,
         batch_norm: Mode = "batch",
+        **unknown: Never,
     ) -> None:
+        check_known(unknown, Accumulator)
         check_reduction(reduction)
         checks.check_model(model)
         checks.check_optimizer(model, optimizer)
@@ -156,10 +171,15 @@ class Accumulator:
             pool = self._captured.pool
             self._update.captured_optimizer = CapturedOptimizer(optimizer, self._captured.device, pool)
         self._backward = self._captured or self._eager
+        self._has_seen_labels = False
         self._window: PartialWindow | None = None
         """The open window of `micro_batch()`, or what an interrupted `step()` has done."""
         self.is_interrupted = False
         """Whether `interrupt` was called, and no step has stopped because of it yet."""
+
+    def __repr__(self) -> str:
+        """The options that are not at their default, and the number of steps."""
+        return f"{described(self)} after {self.num_steps} step{'s' * (self.num_steps != 1)}"
 
     @property
     def num_steps(self) -> int:
@@ -173,7 +193,7 @@ class Accumulator:
 
     # --- a batch, or a window of micro-batches -----------------------------------------------------------
 
-    def step(self, batch: Any) -> Step:
+    def step(self, batch: Any, *more: Never) -> Step:
         """Makes one step of the optimizer on the whole batch.
 
         If several ranks train the model together, the whole batch is that of all ranks, and every rank calls this; one
@@ -182,6 +202,8 @@ class Accumulator:
         Args:
             batch: A nest of tensors, which is cut along its leading axis, or a `Window` of micro-batches.
         """
+        if more:
+            raise BatchError(one_batch("step", 1 + len(more)))
         with self._exclusive.hold("step()"):
             cut, window, counts = self._cut_and_weigh(batch)  # micro-batches with their weights, and progress so far
             get_totals = self._ranks.agree(counts)  # starts to add up the total weight W; get_totals() waits for it
@@ -247,6 +269,10 @@ class Accumulator:
                 window.check_unchanged(self._gradients.versions())
                 window.check_trainable(self._gradients.parameters())
         self._window = None
+        if not self._has_seen_labels and cut.micro_batches:
+            self._has_seen_labels = True  # only the first batch is looked at, since that waits for the device
+            if self.weight is None and self.reduction == "mean":
+                checks.warn_of_uncounted_labels(batch if cut.is_cut else cut.micro_batches[0])
         if self._batch_norms.has_layers:
             self._batch_norms.warn(len(cut.weights))
         if self._time_axis.has_layers:
@@ -311,7 +337,8 @@ class Accumulator:
                     optimizer.step()
                     optimizer.zero_grad()
 
-        `micro.step` is the `Step` if this micro-batch was its window's last, else None.
+        `micro.step` is the `Step` if this micro-batch was its window's last, else None. `micro.skip()` leaves a
+        micro-batch out.
 
         Args:
             weight: Over how many samples or tokens the loss is a mean. A tuple if the loss has several terms, each of
@@ -333,7 +360,7 @@ class Accumulator:
             window = self._open(terms, num_wanted)
             if self._batch_norms.has_layers:
                 self._batch_norms.warn(num)
-            micro = MicroBatch(partial(self._eager.feed, window, terms))
+            micro = MicroBatch(partial(self._eager.feed, window, terms), can_skip=not self._ranks.is_sharded)
             try:
                 with (
                     self._ranks.passing(is_last=False) if self._ranks.is_distributed else _NOTHING,
@@ -342,7 +369,9 @@ class Accumulator:
                 ):
                     yield micro
                 micro.check_fed()
-                self._window = window
+                if self._batch_norms.has_layers and micro.is_fed:
+                    self._batch_norms.pool()  # layers that ran after the backward pass
+                self._window = window if len(window) else None  # none was begun by a block that was skipped
             except BaseException as error:
                 window.seen = self._gradients.versions()
                 if micro.has_begun:
@@ -440,7 +469,8 @@ class Accumulator:
                     sums.multiply(window.weights.rest(all_ranks.total)[0] * self._ranks.divisor)
             losses = self._ranks.sum_losses(window.losses, weights, all_ranks.total, self.reduction)
         if self._batch_norms.has_layers:
-            self._batch_norms.close(has_window=window is not None, is_counted=has_weight(all_ranks.total, all_ranks.num_micro_batches, self.reduction))
+            is_counted = has_weight(all_ranks.total, all_ranks.num_micro_batches, self.reduction)
+            self._batch_norms.close(has_window=window is not None, is_counted=is_counted)
         return self._update(sums, losses, all_ranks)
 
     @property
@@ -451,6 +481,34 @@ class Accumulator:
     def _check_no_window(self, name: str) -> None:
         if self._window is not None:
             raise OptionError(f"{name} was changed while a window is open: change it between windows, or call forget()")
+
+    # --- verification ------------------------------------------------------------------------------------
+
+    def verify(self, batch: Any, *, tolerance: float | None = None, dtype: torch.dtype | None = None) -> Verification:
+        """Compares the accumulated gradient of a batch with that of the full batch, and names the cause if they differ.
+
+            print(accumulator.verify(batch))
+
+        stands for
+
+            print(verify(accumulator.model, batch, accumulator.loss, accumulator.micro_batch_size, …))
+
+        with all options that the accumulator and `verify` share. It works on a copy of the model, and changes nothing.
+
+        Args:
+            batch: A batch that fits into memory as a whole, or a `Window` of micro-batches.
+            tolerance: The largest relative error that counts as exact, as for `verify`.
+            dtype: torch.float64 or torch.float32, as for `verify`.
+        """
+        from .verify.verify import verify  # which needs this class
+
+        if self.loss is None:
+            raise OptionError("verify() needs a loss: pass Accumulator(model, optimizer, loss, …)")
+        if self.micro_batch_size is None and not isinstance(batch, Window):
+            raise OptionError("verify() does not know where to cut the batch: set micro_batch_size, or pass a Window")
+        own, wanted = (inspect.signature(function).parameters for function in (Accumulator, verify))
+        options = {name: getattr(self, name) for name in wanted if name in own and name != "unknown"}
+        return verify(batch=batch, tolerance=tolerance, dtype=dtype, **options)
 
     # --- interruption ------------------------------------------------------------------------------------
 

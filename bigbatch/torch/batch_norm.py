@@ -136,7 +136,9 @@ class BatchNorms:
 
     @contextmanager
     def _frozen(self) -> Iterator[None]:
-        frozen = [layer.module for layer in self._layers if layer.module.training and layer.module.running_mean is not None]
+        frozen = [
+            layer.module for layer in self._layers if layer.module.training and layer.module.running_mean is not None
+        ]
         for module in frozen:
             module.training = False
         try:
@@ -162,13 +164,12 @@ class BatchNorms:
 
     @contextmanager
     def passing(self, *, is_first: bool) -> Iterator[None]:
-        """Around one micro-batch of `micro_batch()`; what layers leave after its backward pass counts too."""
+        """Around one micro-batch of `micro_batch()`."""
         if is_first:
             self.start()
         self.begin()
         with self.watching():
             yield
-        self.pool()
 
     def close(self, *, has_window: bool, is_counted: bool) -> None:
         """At the end of a window of `micro_batch()`; this rank may have none."""
@@ -265,7 +266,7 @@ class _Layer:
     def row(self) -> _Row:
         """Tensors of their own, since autograd and torch.compile take care of tensors that share memory."""
         mean = self.module.running_mean
-        return torch.zeros_like(mean), torch.zeros_like(mean), torch.zeros((), dtype=self._wide, device=mean.device)
+        return torch.zeros_like(mean), torch.zeros_like(mean), torch.zeros(1, dtype=self._wide, device=mean.device)
 
     def num_tracked(self) -> int:
         """Changes when anything but us updates the running statistics."""
@@ -392,7 +393,7 @@ class _Group:
         num_calls = max(layer.num_calls for layer in self.layers)
         if num_calls:
             means, variances, numbers = zip(*(layer.rows[0] for layer in self.layers), strict=True)
-            number, lost = (each[self._layer_of] for each in (torch.stack(numbers), self._lost))
+            number, lost = (each[self._layer_of] for each in (torch.cat(numbers), self._lost))
             _pool(self.state, torch.cat(means), torch.cat(variances), number, lost)
         if num_calls > 1:  # layers that are used several times
             for part, layer, lost in zip(self.state.split(self.sizes, 1), self.layers, self._lost, strict=True):
@@ -407,10 +408,10 @@ class _Group:
         lost = self._lost[self._layer_of]
         if ranks.is_distributed:
             sums = torch.stack([count, count * mean])
-            ranks.add_up(sums)
+            ranks.sum_over_ranks(sums)
             count, center = sums[0], sums[1] / sums[0].clamp(min=1)
             squares = squares + self.state[0] * (mean - center).square()
-            ranks.add_up(squares)
+            ranks.sum_over_ranks(squares)
             mean, lost = center, torch.ones_like(lost)
         var = squares / (count - lost).clamp(min=1)
         is_bad = ~(torch.isfinite(mean) & torch.isfinite(var))
@@ -470,6 +471,12 @@ def _named(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 def _normalises_by_batch(module: Any, *, is_frozen: bool = False) -> bool:
     return bool(module.running_mean is None or (module.training and not is_frozen))
+
+
+def freeze(model: nn.Module) -> None:
+    """Has BatchNorm layers use their running statistics, as with `batch_norm="frozen"`."""
+    for module, _ in _named(model):
+        module.training &= module.running_mean is None
 
 
 def normalising(model: nn.Module) -> list[str]:

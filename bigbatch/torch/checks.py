@@ -4,15 +4,20 @@ import inspect
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ..core import labels as core_labels
 from ..core.errors import OptionError
 from .internals import is_stepped_in_backward
 
 
 def check_model(model: Any) -> None:
+    if isinstance(model, torch.optim.Optimizer):
+        raise OptionError(
+            f"model is a {type(model).__name__}, an optimizer: the model comes first, Accumulator(model, optimizer, …)"
+        )
     if not (callable(getattr(model, "parameters", None)) and callable(getattr(model, "modules", None))):
         raise OptionError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
 
@@ -81,3 +86,10 @@ def check_dtype(dtype: torch.dtype | None) -> None:
             f"accumulate_dtype={dtype} is narrower than torch.float32 and would lose low bits: "
             "pass torch.float32 or torch.float64, or None"
         )
+
+
+def warn_of_uncounted_labels(batch: Any) -> None:
+    """Warns if labels of the batch are ignored although no weight counts them. Waits for the device."""
+    found = core_labels.may_be_uncounted(batch)
+    if isinstance(found, Tensor) and found.dtype in (torch.int64, torch.int32) and (found == core_labels.IGNORED).any():
+        core_labels.warn_of_uncounted("bigbatch.torch")

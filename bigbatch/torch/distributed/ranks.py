@@ -107,7 +107,7 @@ class Ranks:
         """Around a pass that must not change running statistics."""
         return _NOTHING
 
-    def add_up(self, tensor: Tensor) -> None:
+    def sum_over_ranks(self, tensor: Tensor) -> None:
         """Replaces a tensor by its sum over all ranks."""
 
     def sync_ranks(self, weight: Terms) -> Terms:
@@ -116,6 +116,10 @@ class Ranks:
 
     def check_hooks(self, num_hooks: tuple[int, ...], *, has_changed: bool) -> None:
         """Raises RankError if hooks changed the gradient on some ranks that other ranks do not have."""
+
+    def add_up(self, count: Callable[[], float]) -> float:
+        """The sum of the counts of all ranks. If counting fails on this rank, raises on all of them."""
+        return count()
 
 
 class SeveralRanks(Ranks):
@@ -185,8 +189,14 @@ class SeveralRanks(Ranks):
                 "hooks on every rank"
             )
 
-    def add_up(self, tensor: Tensor) -> None:
+    def sum_over_ranks(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
+
+    def add_up(self, count: Callable[[], float]) -> float:
+        with self.raise_on_all_ranks():
+            own = count()
+        (total,) = exchange(LocalCounts((own,)), self._host_group)().total
+        return float(total)
 
     def sum_losses(
         self, losses: Sequence[Sequence[Any]], weights: Sequence[Terms], total: Terms, reduction: Reduction
