@@ -1,6 +1,6 @@
 """Train with the batch you want on the memory you have, and get exactly the same gradient."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from .core.elsewhere import elsewhere as _elsewhere
 from .core.errors import (
@@ -65,5 +65,5 @@ _HOMES = {
     "micro_batch_stats": "jax",
     "pooled_batch_stats": "jax",
 }
-if not _TYPE_CHECKING:  # or a type checker would take any name to be there
+if not TYPE_CHECKING:  # or a type checker would take any name to be there
     __getattr__ = _elsewhere(__name__, {name: f"import it from bigbatch.{home}" for name, home in _HOMES.items()})

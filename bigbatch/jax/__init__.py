@@ -1,6 +1,6 @@
 """bigbatch for JAX."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from ..core.elsewhere import elsewhere as _elsewhere
 from ..core.errors import MissingExtraError
@@ -33,7 +33,7 @@ __all__ = [
 
 _ONE_AT_A_TIME = "wrap your optimizer in multi_steps to feed one micro-batch at a time"
 _LOOP = "value_and_grad(loss, micro_batch_size) returns the gradient for a loop of your own, which makes the step"
-if not _TYPE_CHECKING:  # or a type checker would take any name to be there
+if not TYPE_CHECKING:  # or a type checker would take any name to be there
     __getattr__ = _elsewhere(
         __name__,
         {

@@ -1,6 +1,6 @@
 """bigbatch for PyTorch."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from ..core.elsewhere import elsewhere as _elsewhere
 from ..core.errors import MissingExtraError
@@ -19,7 +19,7 @@ from .window import MicroBatch
 
 __all__ = ["Accumulator", "Checkpoints", "MicroBatch", "train_with_accumulation", "verify", "weights"]
 
-if not _TYPE_CHECKING:  # or a type checker would take any name to be there
+if not TYPE_CHECKING:  # or a type checker would take any name to be there
     __getattr__ = _elsewhere(
         __name__,
         {
