@@ -1,7 +1,7 @@
 """The accumulator: cut, accumulate, reduce, clip, apply."""
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Never
@@ -30,9 +30,10 @@ from ..core.weight import Reduction, Terms, Weights, as_terms, check_reduction, 
 from ..core.window import AccumulationSteps, Window, steps_at
 from . import checks
 from .backward import Backward, Loss
-from .batch import is_empty
+from .batch import BatchAxis
 from .capture.capture import capture_for
 from .capture.optimizer import CapturedOptimizer
+from .cutting import Cutting
 from .distributed.detect import ranks_of
 from .distributed.ranks import Reduce
 from .distributed.totals import GetTotals, LocalCounts, Totals
@@ -85,6 +86,12 @@ class Accumulator:
             tuple of terms, each a mean over a count of its own. Leave it out if you compute losses yourself, in
             `micro_batch()`.
         micro_batch_size: How many samples a micro-batch has, for `step(batch)`.
+        batch_axis: The axis of the samples: 1 for time-major batches. A nest like the batch, such as `(1, 0)` or
+            `{"x": 1, "prompt": None}`, where tensors differ: None for what is passed whole; keys left out have axis 0.
+        cut: `cut(batch, sizes)` returns the micro-batches, with these numbers of samples, of a packed, graph or
+            vision-language batch. "list" for a list of samples, or a tuple or dict of lists. None cuts along the axis.
+        num_samples: `num_samples(batch)` returns how many samples a batch or micro-batch has, where its tensors do not
+            show it, for `cut` and for windows.
         accumulation_steps: How many micro-batches a window has, for `micro_batch()`: a number, or a function of the
             step number.
         weight: `weight(micro_batch)` returns how many items the loss averages over: the number of samples if left
@@ -110,6 +117,7 @@ class Accumulator:
     loss, weight = Option(check_loss), Option(check_callable)
     micro_batch_size = Option(check_size)
     accumulation_steps = Option(check_steps)
+    batch_axis, cut, num_samples = OptionOf("_cutting"), OptionOf("_cutting"), OptionOf("_cutting")
     clip_norm, clip_value, scheduler = OptionOf("_update"), OptionOf("_update"), OptionOf("_update")
     on_nonfinite, max_skipped = OptionOf("_nonfinite"), OptionOf("_nonfinite")
 
@@ -120,6 +128,9 @@ class Accumulator:
         loss: Loss | None = None,
         micro_batch_size: int | None = None,
         *,
+        batch_axis: BatchAxis = 0,
+        cut: Literal["list"] | Callable[[Any, list[int]], Sequence[Any]] | None = None,
+        num_samples: Callable[[Any], int] | None = None,
         accumulation_steps: AccumulationSteps | None = None,
         weight: Weight | None = None,
         reduction: Reduction = "mean",
@@ -143,6 +154,7 @@ class Accumulator:
         checks.check_dtype(accumulate_dtype)
         self.model, self.optimizer, self.loss, self.weight = model, optimizer, loss, weight
         self.micro_batch_size, self.accumulation_steps = micro_batch_size, accumulation_steps
+        self._cutting = Cutting(batch_axis, cut, num_samples)
         self.reduction, self.precision, self.accumulate_dtype = reduction, precision, accumulate_dtype
         self.capture, self.group, self.reduce = capture, group, reduce
         self._gradients = Gradients(optimizer, {p: name for name, p in model.named_parameters()}, accumulate_dtype)
@@ -193,7 +205,8 @@ class Accumulator:
         that has no data this time passes None.
 
         Args:
-            batch: A nest of tensors, which is cut along its leading axis, or a `Window` of micro-batches.
+            batch: A nest of tensors, which is cut along its leading axis or as `batch_axis` and `cut` say, or a
+                `Window` of micro-batches.
         """
         if more:
             raise BatchError(one_batch("step", 1 + len(more)))
@@ -247,11 +260,12 @@ class Accumulator:
             self._update.check_not_held_back()
             self._gradients.check_empty()
             num_hooks = self._gradients.check_hooks()
-            if self._ranks.is_distributed and is_empty(batch):
+            if self._ranks.is_distributed and self._cutting.is_empty(batch):
                 cut = Cut(reduction=self.reduction)
             else:
                 has_norms = any(map(checks.normalises_by_batch, self._batch_norms))
-                cut = Cut.of(batch, self.micro_batch_size, self.weight, self.reduction, has_norms=has_norms)
+                how = self._cutting, self.micro_batch_size, self.weight, self.reduction
+                cut = Cut.of(batch, *how, has_norms=has_norms)
             if self._ranks.is_distributed:
                 self._ranks.check(self._gradients, cut.weights if self.reduction == "mean" else ())
             if window is None:
@@ -269,7 +283,7 @@ class Accumulator:
             self._warn_of_batch_norm(len(cut.weights))
         if self._time_axis.has_layers:
             is_counted = self.weight is None and self.reduction == "mean"
-            self._time_axis.begin(cut.micro_batches, is_cut=cut.is_cut, is_counted=is_counted)
+            self._time_axis.begin(cut.micro_batches, self._cutting, is_cut=cut.is_cut, is_counted=is_counted)
         if self.scaler is not None:
             window.check_scale(self._precision.loss_scale())
         return cut, window, cut.counts(num_hooks)
