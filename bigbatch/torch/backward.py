@@ -11,6 +11,7 @@ from ..core.errors import LossError
 from ..core.weight import Terms, check_terms
 from .auxiliary import terms_and_aux
 from .batch import map_tensors
+from .batch_norm import BatchNorms
 from .distributed.ranks import Ranks
 from .gradients import GradientBuffer, Gradients
 from .internals import ALONE, STORAGE_USERS
@@ -43,6 +44,7 @@ class Backward:
         ranks: Ranks,
         transfer: Transfer | None,
         time_axis: TimeAxis,
+        batch_norms: BatchNorms,
         *,
         has_aux: bool,
     ) -> None:
@@ -53,6 +55,7 @@ class Backward:
         self._transfer = transfer
         self._time_axis = time_axis
         self.has_aux = has_aux
+        self.batch_norms = batch_norms
         self._seeds: dict[Any, Tensor] = {}
         """What backward passes started with: most micro-batches count the same."""
 
@@ -88,6 +91,9 @@ class Backward:
         micro.has_begun = True
         shares = window.share(weight, is_movable=not is_sharded)
         values = _values_of(losses)
+        if self.batch_norms.is_watching:  # before the backward pass, in which layers may run again
+            self.batch_norms.pool()
+            self.batch_norms.begin()
         if not window.buffers:
             window.buffers = [GradientBuffer(self._gradients, sums) for sums in window.sums]
         for t, (term, share, buffer) in enumerate(zip(losses, shares, window.buffers, strict=True)):
@@ -97,6 +103,8 @@ class Backward:
                     buffer.add(*seeded, share if in_units else 1.0, keep_graph=t < len(losses) - 1)
         if window.aux is not None:
             window.aux.add(aux, None)
+        if self.batch_norms.is_watching:
+            self.batch_norms.begin()  # compiled code does not know that it runs again in a backward pass
         window.add(weight, values)
         micro.is_fed = True
 
@@ -104,7 +112,7 @@ class Backward:
         """Runs a spare micro-batch that counts zero, because ranks that have more micro-batches run the model."""
         with self._ranks.buffers_kept():
             spare = map_tensors(Tensor.clone, self._ranks.spare)  # a loss may write into it
-            terms, _ = self.forward(loss, spare if self._transfer is None else self._transfer.brought(spare), None)
+            terms, _ = self._forward(loss, spare if self._transfer is None else self._transfer.brought(spare), None)
             buffer.add(
                 *self.terms_and_seeds(terms, tuple(torch.zeros_like(term) for term in terms))
             )  # what other ranks add
@@ -124,6 +132,14 @@ class Backward:
 
     def forward(self, loss: Loss, micro_batch: Any, num_weights: int | None) -> tuple[Terms, Any]:
         """The loss of a micro-batch, term by term, and aux."""
+        if not self.batch_norms.is_watching:
+            return self._forward(loss, micro_batch, num_weights)
+        self.batch_norms.begin()
+        found = self._forward(loss, micro_batch, num_weights)
+        self.batch_norms.pool()
+        return found
+
+    def _forward(self, loss: Loss, micro_batch: Any, num_weights: int | None) -> tuple[Terms, Any]:
         with self.precision.autocast() if self.precision.dtype else nullcontext():
             return terms_and_aux(loss(self._model, micro_batch), num_weights, has_aux=self.has_aux)
 
