@@ -12,6 +12,7 @@ from . import checks
 from .backends.step import Backend, FitStep
 from .batch_norm import Mode
 from .loss import Own
+from .windows.step import WindowStep
 
 Model = TypeVar("Model")
 
@@ -91,29 +92,38 @@ def accumulate(
             f"accumulate() got micro_batch_size={micro_batch_size} and accumulation_steps={accumulation_steps}: pass "
             "micro_batch_size if fit() gets the batches you want, or accumulation_steps if it gets micro-batches"
         )
+    if micro_batch_size is None and accumulation_steps is None and (loss is not None or batch_norm != "batch"):
+        raise OptionError(
+            "accumulate() got neither micro_batch_size nor accumulation_steps, which takes it back, but other options: "
+            "pass one of the two numbers"
+        )
     fitted: Any = model
     step = FitStep.of(fitted)
     checks.check_nnx()
     checks.check_loss(loss, weight)
     if loss is None and (micro_batch_size is not None or accumulation_steps is not None):
-        checks.check_train_step(fitted, is_ours=step is not None)
+        checks.check_train_step(fitted, is_ours=step is not None and step.replaces("train_step"))
     if fitted.compiled:
         checks.check_optimizer(fitted.optimizer)
     check_choice("batch_norm", batch_norm, get_args(Mode))
-    backend = _backend("windows" if accumulation_steps else "backends")
+    backend = _backend(is_windowed=accumulation_steps is not None)
+    own = None if loss is None else Own(loss, weight)
+    new = FitStep(fitted, backend, micro_batch_size or 0, accumulation_steps or 0, batch_norm, own)
     if step is not None:
         step.detach()
     if micro_batch_size is not None or accumulation_steps is not None:
-        own = None if loss is None else Own(loss, weight)
-        FitStep(fitted, backend, micro_batch_size or 0, accumulation_steps or 0, batch_norm, own).attach()
+        new.attach()
     fitted.train_function = fitted.test_function = None  # compiled with the old step
     return model
 
 
-def _backend(package: str) -> Callable[[FitStep], Backend]:
+def _backend(*, is_windowed: bool) -> Callable[[FitStep], Backend]:
     """The part of the step for Keras's backend, imported here so that no other framework is imported."""
     name = keras.backend.backend()
     if name not in ("tensorflow", "jax", "torch"):
         raise OptionError(f"Keras runs on {name}, which cannot train: set KERAS_BACKEND to tensorflow, jax or torch")
-    found: Callable[[FitStep], Backend] = import_module(f".{package}.{name}", __package__).BackendStep
-    return found
+    cut: Callable[[FitStep], Backend] = import_module(f".backends.{name}", __package__).BackendStep
+    if not is_windowed:
+        return cut
+    passes = import_module(f".windows.{name}", __package__).BackendPasses
+    return lambda step: WindowStep(step, passes, cut)

@@ -59,6 +59,7 @@ class BatchNorms:
         self.mode = mode
         self.called: Sequence[Any] = ()
         """The layer of each call in a pass. The same for all micro-batches."""
+        self._layers: list[Any] | None = None
         self._thread = threading.local()  # replicas of a strategy take turns
         self._num_passes = 0
 
@@ -67,9 +68,12 @@ class BatchNorms:
         """What the last pass of this thread has recorded."""
         return getattr(self._thread, "moments", [])
 
-    def layers(self) -> list[Any]:
-        """The layers that normalise by the batch; with renorm they are left alone, since their step depends on it."""
-        return [
+    def find(self) -> None:
+        """Finds the layers that normalise by the batch: once per step, since that takes a while in a large model.
+
+        Layers with renorm are left alone, because what they do in a step depends on their statistics.
+        """
+        self._layers = [
             layer
             for layer in self.model._flatten_layers()
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not _renorms(layer)
@@ -79,7 +83,9 @@ class BatchNorms:
     def recording(self) -> Iterator[None]:
         """Inside, layers do what `mode` says; `moments` is then what they saw."""
         self._thread.moments = []
-        layers = [] if self.mode == "micro_batch" else self.layers()
+        if self._layers is None:
+            self.find()
+        layers = self._layers if self.mode != "micro_batch" else None
         if not layers:
             yield
             return

@@ -199,6 +199,8 @@ def test_refused(plain: Any) -> None:
         accumulate(plain, 8, loss=keras.losses.MeanSquaredError())  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="there is no loss="):
         accumulate(plain, 8, weight=num_rows)
+    with pytest.raises(OptionError, match="neither micro_batch_size nor accumulation_steps"):
+        accumulate(plain, loss=its_loss)
     accumulate(plain, 8, loss=lambda model, x, y, sample_weight: model(x)[:, 0]).compile("sgd")
     with pytest.raises(LossError, match="return one number"):
         plain.fit(**images()(), verbose=0)

@@ -344,3 +344,10 @@ def test_moving_statistics_are_those_of_all_replicas() -> None:
     plain = fit(None)
     with STRATEGY.scope():
         np.testing.assert_allclose(fit(3), plain, rtol=1e-10, atol=1e-12)
+
+
+def test_windows_are_refused() -> None:
+    with STRATEGY.scope():
+        model = mlp()
+    with pytest.raises(OptionError, match="accumulation_steps works on one replica, and the model has 2"):
+        accumulate(model, accumulation_steps=4)

@@ -78,6 +78,10 @@ class FitStep:
         step = getattr(vars(model).get("make_train_function"), "__self__", None)
         return step if isinstance(step, FitStep) else None
 
+    def replaces(self, name: str) -> bool:
+        """Whether it takes the place of this method of the model."""
+        return name in self._methods
+
     def attach(self) -> None:
         self._before = {name: vars(self.model)[name] for name in self._methods if name in vars(self.model)}
         for name, method in self._methods.items():
@@ -116,6 +120,7 @@ class FitStep:
         """Checks what is not known before the first step: compile() and building may come after accumulate()."""
         checks.check_optimizer(self.model.optimizer)
         checks.check_layers(self.model)
+        self.norms.find()
         if not self._has_warned:
             self._has_warned = True
             checks.warn_of_layers(self.model, self.norms.mode)

@@ -18,7 +18,7 @@ class Window(list[Any]):
 def group(epoch_iterator: Any, accumulation_steps: int) -> None:
     """From now on an epoch of `epoch_iterator` consists of windows. The last one may be short; none spans two epochs.
 
-    Replaces a private method of Keras's EpochIterator (3.8 to 3.15), on this one object:
+    Replaces a private method of Keras's EpochIterator (3.15), on this one object:
 
         for step, step, data in enumerate_iterator():               # a batch each
             yield step, step, data

@@ -8,22 +8,16 @@ import keras
 from keras import ops, tree
 
 from .. import checks, loss
-from ..backends.jax import BackendStep as CutStep
-from ..backends.jax import State, unmasked
+from ..backends.jax import BackendStep, State, unmasked
 from ..backends.step import FitStep
 from ..loss import Batch, LossSpec
-from .step import WindowStep, track_loss, update_metrics
+from .step import track_loss, update_metrics
 
 
-def BackendStep(step: FitStep) -> WindowStep:  # noqa: N802 - the name that accumulate() looks for
-    cut = CutStep(step)
-    return WindowStep(step, JitPasses(step, cut), cut)
-
-
-class JitPasses:
+class BackendPasses:
     """See `Passes`. The sums of a window also hold the variables that a micro-batch hands to the next."""
 
-    def __init__(self, step: FitStep, cut: CutStep) -> None:
+    def __init__(self, step: FitStep, cut: BackendStep) -> None:
         self.step = step
         self.model = step.model
         self.cut = cut

@@ -43,15 +43,17 @@ class WindowStep(Backend):
 
     Args:
         step: The step that this belongs to.
-        passes: What the backend does.
-        cut: How the backend cuts batches, which also says how it tries the loss on the first batch.
+        passes: The class of what the backend does.
+        cut: The class of how it cuts batches, which also says how it tries the loss on the first batch.
     """
 
-    def __init__(self, step: FitStep, passes: Passes, cut: Backend) -> None:
+    def __init__(
+        self, step: FitStep, passes: Callable[[FitStep, Any], Passes], cut: Callable[[FitStep], Backend]
+    ) -> None:
         self.step = step
         self.model = step.model
-        self.passes = passes
-        self.cut = cut
+        self.cut = cut(step)
+        self.passes = passes(step, self.cut)
         self._epoch_iterator: Any = None
         name = "_maybe_symbolic_build" if keras.backend.backend() == "tensorflow" else "_symbolic_build"
         self._build = getattr(type(self.model), name)

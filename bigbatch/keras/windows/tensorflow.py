@@ -9,21 +9,15 @@ from keras import tree
 from ...tensorflow.batch import Layout, num_samples
 from .. import loss
 from ..backends.step import FitStep
-from ..backends.tensorflow import BackendStep as CutStep
-from ..backends.tensorflow import as_tensor, without_optional
+from ..backends.tensorflow import BackendStep, as_tensor, without_optional
 from ..loss import Batch, LossSpec
-from .step import WindowStep, track_loss, update_metrics
+from .step import track_loss, update_metrics
 
 
-def BackendStep(step: FitStep) -> WindowStep:  # noqa: N802 - the name that accumulate() looks for
-    cut = CutStep(step)
-    return WindowStep(step, GraphPasses(step, cut), cut)
-
-
-class GraphPasses:
+class BackendPasses:
     """See `Passes`. Variables hold the state, so there is none to pass."""
 
-    def __init__(self, step: FitStep, cut: CutStep) -> None:
+    def __init__(self, step: FitStep, cut: BackendStep) -> None:
         self.step = step
         self.model = step.model
         self.cut = cut

@@ -12,21 +12,15 @@ from ...torch.batch import map_tensors
 from ...torch.random import random_state_kept
 from .. import checks, loss
 from ..backends.step import FitStep
-from ..backends.torch import BackendStep as CutStep
-from ..backends.torch import as_tensor, with_own_weights
+from ..backends.torch import BackendStep, as_tensor, with_own_weights
 from ..loss import Batch, LossSpec
-from .step import WindowStep, track_loss, update_metrics
+from .step import track_loss, update_metrics
 
 
-def BackendStep(step: FitStep) -> WindowStep:  # noqa: N802 - the name that accumulate() looks for
-    cut = CutStep(step)
-    return WindowStep(step, EagerPasses(step, cut), cut)
-
-
-class EagerPasses:
+class BackendPasses:
     """See `Passes`. Variables hold the state, and their `grad` the sums."""
 
-    def __init__(self, step: FitStep, cut: CutStep) -> None:
+    def __init__(self, step: FitStep, cut: BackendStep) -> None:
         self.step = step
         self.model = step.model
         self.cut = cut
