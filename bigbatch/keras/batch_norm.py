@@ -68,16 +68,19 @@ class BatchNorms:
         """What the last pass of this thread has recorded."""
         return getattr(self._thread, "moments", [])
 
-    def find(self) -> None:
+    def find(self) -> bool:
         """Finds the layers that normalise by the batch: once per step, since that takes a while in a large model.
 
-        Layers with renorm are left alone, because what they do in a step depends on their statistics.
+        Layers with renorm are left alone, because what they do in a step depends on their statistics. Returns whether
+        the layers are others than before.
         """
+        before = self._layers or []
         self._layers = [
             layer
             for layer in self.model._flatten_layers()
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not _renorms(layer)
         ]
+        return [*map(id, before)] != [*map(id, self._layers)]
 
     @contextmanager
     def recording(self) -> Iterator[None]:

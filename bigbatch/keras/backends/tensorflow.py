@@ -211,7 +211,9 @@ class BackendStep(Backend):
             found.append(loss.inspect(self.model, batch, y_pred, losses))
 
         tf.function(trace, autograph=False).get_concrete_function(types)
-        return found[0]
+        if self.step.norms.find():  # layers that were made while the model was built
+            tf.function(trace, autograph=False).get_concrete_function(types)
+        return found[-1]
 
     def if_finite(self, checked: list[Any], gradients: list[Any], apply: Apply, skip: Callable[[], Any]) -> Any:
         """Around all replicas, because an optimizer cannot synchronize them inside of a condition."""
