@@ -31,6 +31,7 @@ from ..core.window import AccumulationSteps, Window, steps_at
 from . import checks
 from .backward import Backward, Loss
 from .batch import BatchAxis
+from .batch_norm import BatchNorms, Mode
 from .capture.capture import capture_for
 from .capture.optimizer import CapturedOptimizer
 from .cutting import Cutting
@@ -74,9 +75,9 @@ class Accumulator:
     A model in DistributedDataParallel or fully_shard is trained by all its ranks together: the batch of a step is what
     all of them pass, and gradients are reduced once a window.
 
-    Options such as `accumulator.clip_norm = 0.5` can be changed at any time; they are checked, and used from the next
-    step on. The model, the optimizer, `reduction`, `precision`, `scaler`, `accumulate_dtype`, `capture`, `group` and
-    `reduce` are fixed.
+    Options such as `accumulator.clip_norm = 0.5` can be changed at any time (`batch_norm` between windows); they are
+    checked, and used from the next step on. The model, the optimizer, `reduction`, `precision`, `scaler`,
+    `accumulate_dtype`, `capture`, `group` and `reduce` are fixed.
 
     Args:
         model: The model, already on its device. It may be wrapped in DistributedDataParallel, fully_shard or
@@ -108,6 +109,9 @@ class Accumulator:
         reduce: With fully_shard: "window" reduces gradients once a window, "micro_batch" each time, with less memory.
         on_nonfinite: If the gradient is not finite, "skip" the step, "raise" NonFiniteError, or "stop" training.
         max_skipped: Raise NonFiniteError after this many skipped steps in a row; None for never.
+        batch_norm: Running statistics of BatchNorm layers in training mode: "batch" updates them once per step, with
+            mean and variance of the whole batch; "micro_batch" with every micro-batch; "frozen" uses them in place of
+            the micro-batch's own statistics and leaves them as they are, which is exact.
     """
 
     model, optimizer, reduction = Fixed(), Fixed(), Fixed()
@@ -120,6 +124,7 @@ class Accumulator:
     batch_axis, cut, num_samples = OptionOf("_cutting"), OptionOf("_cutting"), OptionOf("_cutting")
     clip_norm, clip_value, scheduler = OptionOf("_update"), OptionOf("_update"), OptionOf("_update")
     on_nonfinite, max_skipped = OptionOf("_nonfinite"), OptionOf("_nonfinite")
+    batch_norm = OptionOf("_batch_norms", lambda accumulator, name: accumulator._check_no_window(name))
 
     def __init__(
         self,
@@ -145,6 +150,7 @@ class Accumulator:
         reduce: Reduce = "window",
         on_nonfinite: OnNonFinite = "skip",
         max_skipped: int | None = 32,
+        batch_norm: Mode = "batch",
         **unknown: Never,
     ) -> None:
         check_known(unknown, Accumulator)
@@ -163,19 +169,20 @@ class Accumulator:
         self._precision = Precision(precision, scaler, parameters, self._gradients.is_widened)
         self.scaler = self._precision.scaler
         self._ranks = ranks_of(model, self._gradients, group, reduce)
+        self._batch_norms = BatchNorms(model, batch_norm, self._ranks)
         self._nonfinite = NonFinite(on_nonfinite, max_skipped)
         self._update = Update(optimizer, self._gradients, self._precision, self._ranks, self._nonfinite, reduction)
         self.clip_norm, self.clip_value, self.scheduler = clip_norm, clip_value, scheduler
         self._transfer = transfer_for(parameters)
         self._time_axis = TimeAxis(model, can_run_twice=not self._ranks.is_distributed)
-        self._eager = Backward(model, self._gradients, self._precision, self._ranks, self._transfer, self._time_axis)
+        self._eager = Backward(
+            model, self._gradients, self._precision, self._ranks, self._transfer, self._time_axis, self._batch_norms
+        )
         self._captured = capture_for(capture, model, loss, self._gradients, self._eager, self._ranks)
         if self._captured is not None:
             pool = self._captured.pool
             self._update.captured_optimizer = CapturedOptimizer(optimizer, self._captured.device, pool)
         self._backward = self._captured or self._eager
-        self._batch_norms = checks.batch_norm_modules(model)
-        self._has_warned_of_batch_norm = False
         self._has_seen_labels = False
         self._window: PartialWindow | None = None
         """The open window of `micro_batch()`, or what an interrupted `step()` has done."""
@@ -215,7 +222,8 @@ class Accumulator:
             get_totals = self._ranks.agree(counts)  # starts to add up the total weight W; get_totals() waits for it
             num_done = len(window.losses)
             try:
-                sums, losses = self._accumulate(cut, window, get_totals)  # forward and backward of each; reduced once
+                with self._batch_norms.window(is_new=not num_done) if self._batch_norms.has_layers else _NOTHING:
+                    sums, losses = self._accumulate(cut, window, get_totals)  # each forward, backward; reduced once
                 # unscale, check, clip, optimizer, schedule
                 return self._update(sums, losses, get_totals(), cut.largest_micro_batch)
             except Exception as error:
@@ -263,7 +271,7 @@ class Accumulator:
             if self._ranks.is_distributed and self._cutting.is_empty(batch):
                 cut = Cut(reduction=self.reduction)
             else:
-                has_norms = any(map(checks.normalises_by_batch, self._batch_norms))
+                has_norms = bool(self._batch_norms.normalising())
                 how = self._cutting, self.micro_batch_size, self.weight, self.reduction
                 cut = Cut.of(batch, *how, has_norms=has_norms)
             if self._ranks.is_distributed:
@@ -279,8 +287,8 @@ class Accumulator:
             self._has_seen_labels = True  # only the first batch is looked at, since that waits for the device
             if self.weight is None and self.reduction == "mean":
                 checks.warn_of_uncounted_labels(batch if cut.is_cut else cut.micro_batches[0])
-        if self._batch_norms:
-            self._warn_of_batch_norm(len(cut.weights))
+        if self._batch_norms.has_layers:
+            self._batch_norms.warn(len(cut.weights))
         if self._time_axis.has_layers:
             is_counted = self.weight is None and self.reduction == "mean"
             self._time_axis.begin(cut.micro_batches, self._cutting, is_cut=cut.is_cut, is_counted=is_counted)
@@ -364,16 +372,19 @@ class Accumulator:
             if num >= num_wanted:
                 self._update.check_not_held_back()
             window = self._open(terms, num_wanted)
-            if self._batch_norms:
-                self._warn_of_batch_norm(num)
+            if self._batch_norms.has_layers:
+                self._batch_norms.warn(num)
             micro = MicroBatch(partial(self._eager.feed, window, terms), can_skip=not self._ranks.is_sharded)
             try:
                 with (
                     self._ranks.passing(is_last=False) if self._ranks.is_distributed else _NOTHING,
+                    self._batch_norms.passing(is_first=num == 1) if self._batch_norms.has_layers else _NOTHING,
                     self._precision.autocast() if self._precision.dtype else _NOTHING,
                 ):
                     yield micro
                 micro.check_fed()
+                if self._batch_norms.has_layers and micro.is_fed:
+                    self._batch_norms.pool()  # layers that ran after the backward pass
                 self._window = window if len(window) else None  # none was begun by a block that was skipped
             except BaseException as error:
                 window.seen = self._gradients.versions()
@@ -471,6 +482,9 @@ class Accumulator:
                 if self._ranks.keeps_whole_gradients:  # they were inside of the model until now
                     sums.multiply(window.weights.rest(all_ranks.total)[0] * self._ranks.divisor)
             losses = self._ranks.sum_losses(window.losses, weights, all_ranks.total, self.reduction)
+        if self._batch_norms.has_layers:
+            is_counted = has_weight(all_ranks.total, all_ranks.num_micro_batches, self.reduction)
+            self._batch_norms.close(has_window=window is not None, is_counted=is_counted)
         return self._update(sums, losses, all_ranks)
 
     @property
@@ -478,9 +492,9 @@ class Accumulator:
         """How many micro-batches `micro_batch()` has added to the window that is open."""
         return 0 if self._window is None or self._window.is_of_step else len(self._window)
 
-    def _warn_of_batch_norm(self, num_micro_batches: int) -> None:
-        if num_micro_batches > 1 and not self._has_warned_of_batch_norm:
-            self._has_warned_of_batch_norm = checks.warn_of_batch_norm(self.model)
+    def _check_no_window(self, name: str) -> None:
+        if self._window is not None:
+            raise OptionError(f"{name} was changed while a window is open: change it between windows, or call forget()")
 
     # --- verification ------------------------------------------------------------------------------------
 
@@ -564,6 +578,8 @@ class Accumulator:
                     f"the gradients of {self.num_fed} micro-batches are inside of the model until the window ends: "
                     'save after a step, or pass reduce="micro_batch"'
                 )
+            if self._window is not None:
+                self._window.batch_norm = self._batch_norms.state()
             return {
                 "num_steps": self.num_steps,
                 "scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -579,6 +595,8 @@ class Accumulator:
         """
         with self._exclusive.hold("load_state_dict()"):
             saved = SavedState.read(state, self.scaler, self._ranks, self._gradients, self.reduction)
+            if saved.window is not None:
+                self._batch_norms.load(saved.window.batch_norm)
             if self.scaler is not None:
                 self.scaler.load_state_dict(saved.scaler)
             self._window = saved.window

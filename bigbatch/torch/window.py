@@ -143,6 +143,7 @@ class PartialWindow:
         is_of_step: Whether it is that of `step()`.
         buffers: What adds to the sums of `micro_batch()`, by term.
         shares: What `share` has computed.
+        batch_norm: When it is saved or loaded: the statistics of BatchNorm layers so far.
     """
 
     weights: Weights
@@ -154,6 +155,7 @@ class PartialWindow:
     is_of_step: bool = False
     buffers: list[Any] = field(default_factory=list)
     shares: dict[Terms, Terms] = field(default_factory=dict)
+    batch_norm: dict[str, list[Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of_step(cls, cut: Cut) -> "PartialWindow":
@@ -313,9 +315,9 @@ class MicroBatch:
                 else:
                     micro.skip()
 
-        The window still gets its `accumulation_steps` micro-batches. Random numbers that were drawn stay drawn, and
-        BatchNorm's running statistics stay updated. With DistributedDataParallel each rank may skip its own; with
-        fully_shard none can, since all ranks run each micro-batch together.
+        The window still gets its `accumulation_steps` micro-batches. Random numbers that were drawn stay drawn. With
+        DistributedDataParallel each rank may skip its own; with fully_shard none can, since all ranks run each
+        micro-batch together.
         """
         if self.is_over:
             raise OrderError("micro.skip was called after its block: call it in the block")

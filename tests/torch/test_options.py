@@ -25,6 +25,7 @@ BAD = {
     "scheduler": 0.1,
     "on_nonfinite": "explode",
     "max_skipped": 0,
+    "batch_norm": "both",
 }
 torch.manual_seed(0)
 BATCH = (torch.randn(7, 3).double(), torch.randn(7, 2).double())

@@ -19,6 +19,7 @@ from .. import batch as nest
 from .. import hooks
 from ..backward import Loss
 from ..batch import BatchAxis
+from ..batch_norm import Mode, check_mode
 from ..cutting import Cutting
 from ..internals import HOOKS_AFTER, HOOKS_BEFORE, uncompiled
 from ..random import random_state_kept
@@ -36,6 +37,7 @@ def verify(
     *,
     weight: Weight | None = None,
     reduction: Reduction = "mean",
+    batch_norm: Mode = "batch",
     step: Loop | None = None,
     tolerance: float | None = None,
     dtype: torch.dtype | None = None,
@@ -63,6 +65,7 @@ def verify(
         weight: `weight(micro_batch)` returns the number of samples or tokens that the loss is a mean over. Samples if
             it is left out.
         reduction: "mean", or "sum" if the loss adds up.
+        batch_norm: What the `Accumulator` is given: with "frozen", BatchNorm layers use their running statistics.
         step: A loop of your own to check instead of the accumulator. `step(model, micro_batches)` leaves its gradients
             on the model it is given, or ends with a step of an optimizer that it makes for that model.
         tolerance: The largest relative error that counts as exact: 1e-9 in float64 if it is left out; in float32 it
@@ -79,6 +82,7 @@ def verify(
     cutting = Cutting(batch_axis, cut, num_samples)
     check_known(unknown, verify)
     check_loss("loss", loss)
+    check_mode("batch_norm", batch_norm)
     sizes: int | Sequence[int]
     if isinstance(batch, Window):
         batch, sizes = joined(batch, cutting)
@@ -91,7 +95,7 @@ def verify(
             transfer, own = transfer_for(list(twin.parameters())), _cast_to(batch, dtype)
             if transfer is not None:
                 own = transfer.brought(own)
-            trial = Trial(twin, own, loss, sizes, weight, reduction, cutting)
+            trial = Trial(twin, own, loss, sizes, weight, reduction, cutting, batch_norm)
             try:
                 found = audit(trial, tolerance, step)
             finally:
