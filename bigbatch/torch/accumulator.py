@@ -30,8 +30,10 @@ from ..core.weight import Reduction, Terms, Weights, as_terms, check_reduction, 
 from ..core.window import AccumulationSteps, Window, steps_at
 from . import checks
 from .backward import Backward, Loss
-from .batch import is_empty
+from .batch import BatchAxis
+from .batch_norm import BatchNorms, Mode
 from .capture.capture import capture_for
+from .cutting import Cutting
 from .distributed.detect import ranks_of
 from .distributed.ranks import Reduce
 from .distributed.totals import GetTotals, LocalCounts, Totals
@@ -73,9 +75,9 @@ class Accumulator:
     A model in DistributedDataParallel or fully_shard is trained by all its ranks together: the batch of a step is what
     all of them pass, and gradients are reduced once a window.
 
-    Options such as `accumulator.clip_norm = 0.5` can be changed at any time; they are checked, and used from the next
-    step on. The model, the optimizer, `reduction`, `precision`, `scaler`, `accumulate_dtype`, `capture`, `group` and
-    `reduce` are fixed.
+    Options such as `accumulator.clip_norm = 0.5` can be changed at any time (`batch_norm` between windows); they are
+    checked, and used from the next step on. The model, the optimizer, `reduction`, `precision`, `scaler`,
+    `accumulate_dtype`, `capture`, `group` and `reduce` are fixed.
 
     Args:
         model: The model, already on its device. It may be wrapped in DistributedDataParallel, fully_shard or
@@ -86,6 +88,12 @@ class Accumulator:
             tuple of terms, each a mean over a count of its own. Leave it out if you compute losses yourself, in
             `micro_batch()`.
         micro_batch_size: How many samples a micro-batch has, for `step(batch)`.
+        batch_axis: The axis of the samples: 1 for time-major batches. A nest like the batch, such as `(1, 0)` or
+            `{"x": 1, "prompt": None}`, where tensors differ: None for what is passed whole; keys left out have axis 0.
+        cut: `cut(batch, sizes)` returns the micro-batches, with these numbers of samples, of a packed, graph or
+            vision-language batch. "list" for a list of samples, or a tuple or dict of lists. None cuts along the axis.
+        num_samples: `num_samples(batch)` returns how many samples a batch or micro-batch has, where its tensors do not
+            show it, for `cut` and for windows.
         accumulation_steps: How many micro-batches a window has, for `micro_batch()`: a number, or a function of the
             step number.
         weight: `weight(micro_batch)` returns how many items the loss averages over: the number of samples if left
@@ -102,6 +110,9 @@ class Accumulator:
         reduce: With fully_shard: "window" reduces gradients once a window, "micro_batch" each time, with less memory.
         on_nonfinite: If the gradient is not finite, "skip" the step, "raise" NonFiniteError, or "stop" training.
         max_skipped: Raise NonFiniteError after this many skipped steps in a row; None for never.
+        batch_norm: Running statistics of BatchNorm layers in training mode: "batch" updates them once per step, with
+            mean and variance of the whole batch; "micro_batch" with every micro-batch; "frozen" uses them in place of
+            the micro-batch's own statistics and leaves them as they are, which is exact.
     """
 
     model, optimizer, reduction = Fixed(), Fixed(), Fixed()
@@ -111,8 +122,10 @@ class Accumulator:
     loss, weight = Option(check_loss), Option(check_callable)
     micro_batch_size = Option(check_size)
     accumulation_steps = Option(check_steps)
+    batch_axis, cut, num_samples = OptionOf("_cutting"), OptionOf("_cutting"), OptionOf("_cutting")
     clip_norm, clip_value, scheduler = OptionOf("_update"), OptionOf("_update"), OptionOf("_update")
     on_nonfinite, max_skipped = OptionOf("_nonfinite"), OptionOf("_nonfinite")
+    batch_norm = OptionOf("_batch_norms", lambda accumulator, name: accumulator._check_no_window(name))
 
     def __init__(
         self,
@@ -121,6 +134,9 @@ class Accumulator:
         loss: Loss | None = None,
         micro_batch_size: int | None = None,
         *,
+        batch_axis: BatchAxis = 0,
+        cut: Literal["list"] | Callable[[Any, list[int]], Sequence[Any]] | None = None,
+        num_samples: Callable[[Any], int] | None = None,
         accumulation_steps: AccumulationSteps | None = None,
         weight: Weight | None = None,
         reduction: Reduction = "mean",
@@ -135,6 +151,7 @@ class Accumulator:
         reduce: Reduce = "window",
         on_nonfinite: OnNonFinite = "skip",
         max_skipped: int | None = 32,
+        batch_norm: Mode = "batch",
         **unknown: Never,
     ) -> None:
         check_known(unknown, Accumulator)
@@ -144,6 +161,7 @@ class Accumulator:
         checks.check_dtype(accumulate_dtype)
         self.model, self.optimizer, self.loss, self.weight = model, optimizers.given, loss, weight
         self.micro_batch_size, self.accumulation_steps = micro_batch_size, accumulation_steps
+        self._cutting = Cutting(batch_axis, cut, num_samples)
         self.reduction, self.precision, self.accumulate_dtype = reduction, precision, accumulate_dtype
         self.capture, self.group, self.reduce = capture, group, reduce
         self._gradients = Gradients(optimizers, {p: name for name, p in model.named_parameters()}, accumulate_dtype)
@@ -152,18 +170,19 @@ class Accumulator:
         self._precision = Precision(precision, scaler, parameters, self._gradients.is_widened)
         self.scaler = self._precision.scaler
         self._ranks = ranks_of(model, self._gradients, group, reduce)
+        self._batch_norms = BatchNorms(model, batch_norm, self._ranks)
         self._nonfinite = NonFinite(on_nonfinite, max_skipped)
         self._update = Update(optimizers, self._gradients, self._precision, self._ranks, self._nonfinite, reduction)
         self.clip_norm, self.clip_value, self.scheduler = clip_norm, clip_value, scheduler
         self._transfer = transfer_for(parameters)
         self._time_axis = TimeAxis(model, can_run_twice=not self._ranks.is_distributed)
-        self._eager = Backward(model, self._gradients, self._precision, self._ranks, self._transfer, self._time_axis)
+        self._eager = Backward(
+            model, self._gradients, self._precision, self._ranks, self._transfer, self._time_axis, self._batch_norms
+        )
         self._captured = capture_for(capture, model, loss, self._gradients, self._eager, self._ranks)
         if self._captured is not None:
             optimizers.capture(self._captured.device, self._captured.pool)
         self._backward = self._captured or self._eager
-        self._batch_norms = checks.batch_norm_modules(model)
-        self._has_warned_of_batch_norm = False
         self._has_seen_labels = False
         self._window: PartialWindow | None = None
         """The open window of `micro_batch()`, or what an interrupted `step()` has done."""
@@ -193,7 +212,8 @@ class Accumulator:
         that has no data this time passes None.
 
         Args:
-            batch: A nest of tensors, which is cut along its leading axis, or a `Window` of micro-batches.
+            batch: A nest of tensors, which is cut along its leading axis or as `batch_axis` and `cut` say, or a
+                `Window` of micro-batches.
         """
         if more:
             raise BatchError(one_batch("step", 1 + len(more)))
@@ -229,7 +249,8 @@ class Accumulator:
             get_totals = self._ranks.agree(counts)  # starts to add up the total weight W; get_totals() waits for it
             num_done = len(window.losses)
             try:
-                sums, losses = self._accumulate(cut, window, get_totals)  # forward and backward of each; reduced once
+                with self._batch_norms.window(is_new=not num_done) if self._batch_norms.has_layers else _NOTHING:
+                    sums, losses = self._accumulate(cut, window, get_totals)  # each forward, backward; reduced once
                 return finish(sums, losses, get_totals(), cut.largest_micro_batch)
             except Exception as error:
                 cut.explain(error, num_done)
@@ -280,11 +301,12 @@ class Accumulator:
                 self._update.check_not_held_back()
             self._gradients.check_empty()
             num_hooks = self._gradients.check_hooks()
-            if self._ranks.is_distributed and is_empty(batch):
+            if self._ranks.is_distributed and self._cutting.is_empty(batch):
                 cut = Cut(reduction=self.reduction)
             else:
-                has_norms = any(map(checks.normalises_by_batch, self._batch_norms))
-                cut = Cut.of(batch, self.micro_batch_size, self.weight, self.reduction, has_norms=has_norms)
+                has_norms = bool(self._batch_norms.normalising())
+                how = self._cutting, self.micro_batch_size, self.weight, self.reduction
+                cut = Cut.of(batch, *how, has_norms=has_norms)
             if self._ranks.is_distributed:
                 self._ranks.check(self._gradients, cut.weights if self.reduction == "mean" else ())
             if window is None:
@@ -298,11 +320,11 @@ class Accumulator:
             self._has_seen_labels = True  # only the first batch is looked at, since that waits for the device
             if self.weight is None and self.reduction == "mean":
                 checks.warn_of_uncounted_labels(batch if cut.is_cut else cut.micro_batches[0])
-        if self._batch_norms:
-            self._warn_of_batch_norm(len(cut.weights))
+        if self._batch_norms.has_layers:
+            self._batch_norms.warn(len(cut.weights))
         if self._time_axis.has_layers:
             is_counted = self.weight is None and self.reduction == "mean"
-            self._time_axis.begin(cut.micro_batches, is_cut=cut.is_cut, is_counted=is_counted)
+            self._time_axis.begin(cut.micro_batches, self._cutting, is_cut=cut.is_cut, is_counted=is_counted)
         if self.scaler is not None:
             window.check_scale(self._precision.loss_scale())
         return cut, window, cut.counts(num_hooks)
@@ -386,16 +408,19 @@ class Accumulator:
             if num >= num_wanted:
                 self._update.check_not_held_back()
             window = self._open(terms, num_wanted)
-            if self._batch_norms:
-                self._warn_of_batch_norm(num)
+            if self._batch_norms.has_layers:
+                self._batch_norms.warn(num)
             micro = MicroBatch(partial(self._eager.feed, window, terms), can_skip=not self._ranks.is_sharded)
             try:
                 with (
                     self._ranks.passing(is_last=False) if self._ranks.is_distributed else _NOTHING,
+                    self._batch_norms.passing(is_first=num == 1) if self._batch_norms.has_layers else _NOTHING,
                     self._precision.autocast() if self._precision.dtype else _NOTHING,
                 ):
                     yield micro
                 micro.check_fed()
+                if self._batch_norms.has_layers and micro.is_fed:
+                    self._batch_norms.pool()  # layers that ran after the backward pass
                 self._window = window if len(window) else None  # none was begun by a block that was skipped
             except BaseException as error:
                 window.seen = self._gradients.versions()
@@ -493,6 +518,9 @@ class Accumulator:
                 if self._ranks.keeps_whole_gradients:  # they were inside of the model until now
                     sums.multiply(window.weights.rest(all_ranks.total)[0] * self._ranks.divisor)
             losses = self._ranks.sum_losses(window.losses, weights, all_ranks.total, self.reduction)
+        if self._batch_norms.has_layers:
+            is_counted = has_weight(all_ranks.total, all_ranks.num_micro_batches, self.reduction)
+            self._batch_norms.close(has_window=window is not None, is_counted=is_counted)
         return self._update(sums, losses, all_ranks)
 
     @property
@@ -500,9 +528,9 @@ class Accumulator:
         """How many micro-batches `micro_batch()` has added to the window that is open."""
         return 0 if self._window is None or self._window.is_of_step else len(self._window)
 
-    def _warn_of_batch_norm(self, num_micro_batches: int) -> None:
-        if num_micro_batches > 1 and not self._has_warned_of_batch_norm:
-            self._has_warned_of_batch_norm = checks.warn_of_batch_norm(self.model)
+    def _check_no_window(self, name: str) -> None:
+        if self._window is not None:
+            raise OptionError(f"{name} was changed while a window is open: change it between windows, or call forget()")
 
     # --- verification ------------------------------------------------------------------------------------
 
@@ -591,6 +619,8 @@ class Accumulator:
                     f"the gradients of {self.num_fed} micro-batches are inside of the model until the window ends: "
                     'save after a step, or pass reduce="micro_batch"'
                 )
+            if self._window is not None:
+                self._window.batch_norm = self._batch_norms.state()
             return {
                 "num_steps": self.num_steps,
                 "scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -606,6 +636,8 @@ class Accumulator:
         """
         with self._exclusive.hold("load_state_dict()"):
             saved = SavedState.read(state, self.scaler, self._ranks, self._gradients, self.reduction)
+            if saved.window is not None:
+                self._batch_norms.load(saved.window.batch_norm)
             if self.scaler is not None:
                 self.scaler.load_state_dict(saved.scaler)
             self._window = saved.window

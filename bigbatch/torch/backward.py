@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..core.errors import LossError
 from ..core.weight import Terms, as_terms, check_terms
 from .batch import map_tensors
+from .batch_norm import BatchNorms
 from .distributed.ranks import Ranks
 from .gradients import GradientBuffer, Gradients
 from .internals import ALONE, STORAGE_USERS
@@ -42,6 +43,7 @@ class Backward:
         ranks: Ranks,
         transfer: Transfer | None,
         time_axis: TimeAxis,
+        batch_norms: BatchNorms,
     ) -> None:
         self._model = model
         self._gradients = gradients
@@ -49,6 +51,7 @@ class Backward:
         self._ranks = ranks
         self._transfer = transfer
         self._time_axis = time_axis
+        self.batch_norms = batch_norms
         self._seeds: dict[Any, Tensor] = {}
         """What backward passes started with: most micro-batches count the same."""
 
@@ -83,6 +86,9 @@ class Backward:
         micro.has_begun = True
         shares = window.share(weight, is_movable=not is_sharded)
         values = _values_of(losses)
+        if self.batch_norms.is_watching:  # before the backward pass, in which layers may run again
+            self.batch_norms.pool()
+            self.batch_norms.begin()
         if not window.buffers:
             window.buffers = [GradientBuffer(self._gradients, sums) for sums in window.sums]
         for t, (term, share, buffer) in enumerate(zip(losses, shares, window.buffers, strict=True)):
@@ -90,6 +96,8 @@ class Backward:
                 seeded = self.terms_and_seeds((term,), (1.0 if in_units else share,))
                 with buffer:
                     buffer.add(*seeded, share if in_units else 1.0, keep_graph=t < len(losses) - 1)
+        if self.batch_norms.is_watching:
+            self.batch_norms.begin()  # compiled code does not know that it runs again in a backward pass
         window.add(weight, values)
         micro.is_fed = True
 
@@ -97,7 +105,7 @@ class Backward:
         """Runs a spare micro-batch that counts zero, because ranks that have more micro-batches run the model."""
         with self._ranks.buffers_kept():
             spare = map_tensors(Tensor.clone, self._ranks.spare)  # a loss may write into it
-            terms = self.forward(loss, spare if self._transfer is None else self._transfer.brought(spare))
+            terms = self._forward(loss, spare if self._transfer is None else self._transfer.brought(spare))
             buffer.add(
                 *self.terms_and_seeds(terms, tuple(torch.zeros_like(term) for term in terms))
             )  # what other ranks add
@@ -117,6 +125,14 @@ class Backward:
 
     def forward(self, loss: Loss, micro_batch: Any) -> Terms:
         """The loss of a micro-batch, term by term."""
+        if not self.batch_norms.is_watching:
+            return self._forward(loss, micro_batch)
+        self.batch_norms.begin()
+        terms = self._forward(loss, micro_batch)
+        self.batch_norms.pool()
+        return terms
+
+    def _forward(self, loss: Loss, micro_batch: Any) -> Terms:
         with self.precision.autocast() if self.precision.dtype else nullcontext():
             return as_terms(loss(self._model, micro_batch))
 

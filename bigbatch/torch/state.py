@@ -70,6 +70,7 @@ def _window_state(window: PartialWindow, parameters: list[Tensor]) -> _WindowSta
         "loss_scale": None if window.loss_scale is None else float(window.loss_scale),
         "shapes": [tuple(local(p).shape) for p in parameters],
         "trainable": window.trainable,
+        "batch_norm": window.batch_norm,
     }
 
 
@@ -105,6 +106,7 @@ def _load_window(state: _WindowState, gradients: Gradients, reduction: Reduction
         None if loss_scale is None else torch.tensor(loss_scale),
         trainable=None if trainable is None else [bool(is_trained) for is_trained in trainable],
         is_of_step=bool(state["is_of_step"]),
+        batch_norm=state.get("batch_norm", {}),
     )
     for sums, saved, unit in zip(window.sums, state["gradients"], state["units"], strict=True):
         sums.unit = unit

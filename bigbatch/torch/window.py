@@ -24,7 +24,7 @@ from ..core.weight import (
     totals,
 )
 from ..core.window import Window
-from .batch import batch_size, cut
+from .cutting import Cutting
 from .distributed.totals import GetTotals, LocalCounts
 from .sums import Sums
 
@@ -70,7 +70,14 @@ class Cut:
 
     @classmethod
     def of(
-        cls, batch: Any, micro_batch_size: int | None, weight: Weight | None, reduction: Reduction, *, has_norms: bool
+        cls,
+        batch: Any,
+        cutting: Cutting,
+        micro_batch_size: int | None,
+        weight: Weight | None,
+        reduction: Reduction,
+        *,
+        has_norms: bool,
     ) -> "Cut":
         """Cuts and weighs a batch, or weighs the micro-batches of a window.
 
@@ -81,14 +88,16 @@ class Cut:
         if is_cut:
             if micro_batch_size is None:
                 raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
-            micro_batches, sizes = cut(batch, micro_batch_size, avoid_single_sample=has_norms)
+            micro_batches, sizes = cutting(batch, micro_batch_size, avoid_single_sample=has_norms)
         elif not batch:
             raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
         else:
             micro_batches = batch
             if weight is None:
-                sizes = [batch_size(part, f"micro_batch[{k}]") for k, part in enumerate(batch)]
+                sizes = [cutting.size(part, f"micro_batch[{k}]") for k, part in enumerate(batch)]
         weights = [(size,) for size in sizes] if weight is None else weigh(micro_batches, weight)
+        if is_cut and weight is not None and callable(cutting.cut):
+            cutting.check_weights(weigh([batch], weight)[0], weights)
         return cls(micro_batches, weights, sizes, reduction, is_cut=is_cut)
 
     def has_all_terms(self, *weights: Terms) -> bool:
@@ -134,6 +143,7 @@ class PartialWindow:
         is_of_step: Whether it is that of `step()`.
         buffers: What adds to the sums of `micro_batch()`, by term.
         shares: What `share` has computed.
+        batch_norm: When it is saved or loaded: the statistics of BatchNorm layers so far.
     """
 
     weights: Weights
@@ -145,6 +155,7 @@ class PartialWindow:
     is_of_step: bool = False
     buffers: list[Any] = field(default_factory=list)
     shares: dict[Terms, Terms] = field(default_factory=dict)
+    batch_norm: dict[str, list[Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of_step(cls, cut: Cut, *, is_of_step: bool = True) -> "PartialWindow":
@@ -304,9 +315,9 @@ class MicroBatch:
                 else:
                     micro.skip()
 
-        The window still gets its `accumulation_steps` micro-batches. Random numbers that were drawn stay drawn, and
-        BatchNorm's running statistics stay updated. With DistributedDataParallel each rank may skip its own; with
-        fully_shard none can, since all ranks run each micro-batch together.
+        The window still gets its `accumulation_steps` micro-batches. Random numbers that were drawn stay drawn. With
+        DistributedDataParallel each rank may skip its own; with fully_shard none can, since all ranks run each
+        micro-batch together.
         """
         if self.is_over:
             raise OrderError("micro.skip was called after its block: call it in the block")

@@ -9,7 +9,7 @@ from torch import nn
 from bigbatch import OrderError
 from bigbatch.torch import Accumulator
 
-from .test_accumulator import assert_untouched, loss, make, make_batch, snapshot
+from .test_accumulator import assert_exact_step, assert_untouched, loss, make, make_batch, snapshot
 
 SIZES = (3, 1, 4, 2, 1)
 
@@ -80,6 +80,17 @@ def test_a_skipped_micro_batch_may_have_any_weight_and_leaves_no_reference() -> 
     for part in zip(*(t.split([7, 4]) for t in make_batch()), strict=True):
         step = feed(accumulator, part)
     assert step.grad_norm == pytest.approx(norm, rel=1e-12)
+
+
+def test_a_skipped_micro_batch_opens_no_window() -> None:
+    accumulator = make(accumulation_steps=2)
+    with accumulator.micro_batch(weight=(1, 2)) as micro:  # of a loss with two terms
+        micro.skip()
+    assert_exact_step(accumulator)
+    with accumulator.micro_batch(weight=(1, 2)) as micro:
+        micro.skip()
+    feed(accumulator, make_batch())
+    assert accumulator.flush().weight == 11
 
 
 def test_random_numbers_that_were_drawn_stay_drawn() -> None:

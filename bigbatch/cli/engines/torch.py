@@ -14,7 +14,7 @@ from ...core.errors import OptionError
 from ...core.step import Step
 from ...core.verify.result import Verification
 from ...core.weight import as_terms
-from ...torch import Accumulator, verify
+from ...torch import Accumulator
 from ...torch import batch as nest
 from ...torch.arrays import from_array, to_array
 from ...torch.checkpoints import load_state, parts_of, state_of
@@ -51,6 +51,7 @@ class TorchEngine(Engine):
             task.loss,
             micro_batch_size=config.micro_batch_size,
             weight=task.weight,
+            **task.aux_options(),
             **config.for_framework(),
         )
         self._parts = {**parts_of(self.accumulator), "model": self.model}
@@ -92,7 +93,7 @@ class TorchEngine(Engine):
         """Runs two samples through a copy of the model, so that what libraries allocate once is not counted."""
         with suppress(Exception), randomness.preserved():  # an error will show in the step
             loss = self.task.loss(copy.deepcopy(self.model), nest.cut(batch, 2)[0][0])
-            torch.autograd.backward(list(as_terms(loss)))
+            torch.autograd.backward(list(as_terms(loss[0] if self.task.has_aux else loss)))
 
     def _on_device(self, batch: Any) -> Any:
         return nest.map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
@@ -138,7 +139,7 @@ class TorchEngine(Engine):
     def verify(self, batch: Any) -> Verification:
         batch = self._on_device(default_convert(batch))
         with task_errors():
-            return verify(self.model, batch, self.task.loss, self.micro_batch_size, weight=self.task.weight)
+            return self.accumulator.verify(batch)
 
 
 def _weight_of(tensor: torch.Tensor) -> np.ndarray:

@@ -81,7 +81,7 @@ class Pass:
         Returns None, with nothing done, if there is nothing to compare: no gradient, or one that is not finite.
         """
         static = nest.map_tensors(lambda t: torch.empty_like(t, device=self.device).copy_(t), micro_batch)
-        snapshot = Snapshot(self.modules, self.device)
+        snapshot = Snapshot(self.modules, self.device, self.eager.batch_norms.tensors())
         buffer.unload()
         sums = Sums()
         is_done = False

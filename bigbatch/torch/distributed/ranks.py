@@ -107,6 +107,9 @@ class Ranks:
         """Around a pass that must not change running statistics."""
         return _NOTHING
 
+    def sum_over_ranks(self, tensor: Tensor) -> None:
+        """Replaces a tensor by its sum over all ranks."""
+
     def sync_ranks(self, weight: Terms) -> Terms:
         """Before a micro-batch of `micro_batch()`; returns the reference for weights if all ranks need the same."""
         return ()
@@ -185,6 +188,9 @@ class SeveralRanks(Ranks):
                 f"{min(num_hooks)} to {max(num_hooks)} of them, so their parameters would differ: register the same "
                 "hooks on every rank"
             )
+
+    def sum_over_ranks(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self.group)
 
     def add_up(self, count: Callable[[], float]) -> float:
         with self.raise_on_all_ranks():
