@@ -85,8 +85,8 @@ torch: a time-major micro-batch counts its time steps | torch/cutting.py | test-
 - return nest.batch_size(batch, name, self.batch_axis)
 + return nest.batch_size(batch, name)
 torch: what the user's function cuts need not add up | torch/cutting.py | test-torch
-- _check_adds_up(name, shape,
-+ print(name, shape,
+- _check_adds_up(name, item,
++ print(name, item,
 torch: every micro-batch has the weight of the first | torch/accumulator.py | test-torch
 - weight = passes[number][1]
 + weight = passes[0][1]
@@ -151,8 +151,8 @@ ranks: each rank clips its own gradient before the reduction | torch/accumulator
 - self._reduce(buffer, all_ranks, has_all_terms=has_all_terms)
 + sums.clip(1e3, self.clip_norm, None); self._reduce(buffer, all_ranks, has_all_terms=has_all_terms)
 ranks: the loss is that of one rank | torch/distributed/ranks.py | test-ranks
-- work = dist.all_reduce(sums, group=self.group, async_op=True)
-+ work = dist.all_reduce(sums.clone(), group=self.group, async_op=True)
+- work = dist.all_reduce(tensor, group=self.group, async_op=True)
++ work = dist.all_reduce(tensor.clone(), group=self.group, async_op=True)
 ranks: the norm is that of one shard | torch/distributed/shards.py | test-ranks
 - return float(total.full_tensor())
 + return float(torch.nn.utils.get_total_norm([local(part) for part in parts]))

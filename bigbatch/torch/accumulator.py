@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from ..core.auxiliary import check_aux
 from ..core.batch import one_batch
 from ..core.errors import BatchError, Interrupted, OptionError, StateError
 from ..core.nonfinite import NonFinite, OnNonFinite
@@ -29,6 +30,7 @@ from ..core.verify.result import Verification
 from ..core.weight import Reduction, Terms, Weights, as_terms, check_reduction, check_weight, has_weight, totals
 from ..core.window import AccumulationSteps, Window, steps_at
 from . import checks
+from .auxiliary import NO_AUX, BatchAux, WindowAux
 from .backward import Backward, Loss
 from .batch import BatchAxis
 from .batch_norm import BatchNorms, Mode
@@ -84,9 +86,9 @@ class Accumulator:
             torch.compile.
         optimizer: An optimizer that holds the model's parameters, or a list of several, each with its own part of
             them: Muon for matrices and AdamW for the rest. All of them step, or none does.
-        loss: `loss(model, micro_batch)` returns the mean over the micro-batch, as a scalar tensor. It may return a
-            tuple of terms, each a mean over a count of its own. Leave it out if you compute losses yourself, in
-            `micro_batch()`.
+        loss: `loss(model, micro_batch)` returns the mean over the micro-batch, as a scalar tensor, or a mapping with
+            "loss", such as the output of a Hugging Face model. It may return a tuple of terms, each a mean over a count
+            of its own. Leave it out if you compute losses yourself, in `micro_batch()`.
         micro_batch_size: How many samples a micro-batch has, for `step(batch)`.
         batch_axis: The axis of the samples: 1 for time-major batches. A nest like the batch, such as `(1, 0)` or
             `{"x": 1, "prompt": None}`, where tensors differ: None for what is passed whole; keys left out have axis 0.
@@ -110,6 +112,11 @@ class Accumulator:
         reduce: With fully_shard: "window" reduces gradients once a window, "micro_batch" each time, with less memory.
         on_nonfinite: If the gradient is not finite, "skip" the step, "raise" NonFiniteError, or "stop" training.
         max_skipped: Raise NonFiniteError after this many skipped steps in a row; None for never.
+        has_aux: Whether the loss returns the pair `(loss, aux)`, or a mapping whose items beside "loss" are aux. That
+            of the whole batch is then in `step.aux`, and its numbers are in `step.metrics`.
+        aux: How aux is combined over micro-batches: "mean" (weighted like the first term of the loss), "sum",
+            "concatenate", a function of the list of values and the list of weights, or a nest of these. "auto" takes
+            the mean of floating-point numbers, the sum of integers, and concatenates what has a row for each sample.
         batch_norm: Running statistics of BatchNorm layers in training mode: "batch" updates them once per step, with
             mean and variance of the whole batch; "micro_batch" with every micro-batch; "frozen" uses them in place of
             the micro-batch's own statistics and leaves them as they are, which is exact.
@@ -118,6 +125,7 @@ class Accumulator:
     model, optimizer, reduction = Fixed(), Fixed(), Fixed()
     precision, accumulate_dtype = Fixed(), Fixed()
     capture, group, reduce = Fixed(), Fixed(), Fixed()
+    has_aux, aux = Fixed(), Fixed()
     scaler = Fixed('The GradScaler in use: yours, or ours with precision "fp16".')
     loss, weight = Option(check_loss), Option(check_callable)
     micro_batch_size = Option(check_size)
@@ -151,6 +159,8 @@ class Accumulator:
         reduce: Reduce = "window",
         on_nonfinite: OnNonFinite = "skip",
         max_skipped: int | None = 32,
+        has_aux: bool = False,
+        aux: Any = "auto",
         batch_norm: Mode = "batch",
         **unknown: Never,
     ) -> None:
@@ -164,6 +174,7 @@ class Accumulator:
         self._cutting = Cutting(batch_axis, cut, num_samples)
         self.reduction, self.precision, self.accumulate_dtype = reduction, precision, accumulate_dtype
         self.capture, self.group, self.reduce = capture, group, reduce
+        self.has_aux, self.aux = has_aux, check_aux("aux", aux, has_aux=has_aux)
         self._gradients = Gradients(optimizers, {p: name for name, p in model.named_parameters()}, accumulate_dtype)
         self._exclusive = self._gradients.exclusive
         parameters = self._gradients.parameters()
@@ -177,7 +188,14 @@ class Accumulator:
         self._transfer = transfer_for(parameters)
         self._time_axis = TimeAxis(model, can_run_twice=not self._ranks.is_distributed)
         self._eager = Backward(
-            model, self._gradients, self._precision, self._ranks, self._transfer, self._time_axis, self._batch_norms
+            model,
+            self._gradients,
+            self._precision,
+            self._ranks,
+            self._transfer,
+            self._time_axis,
+            self._batch_norms,
+            has_aux=has_aux,
         )
         self._captured = capture_for(capture, model, loss, self._gradients, self._eager, self._ranks)
         if self._captured is not None:
@@ -251,7 +269,8 @@ class Accumulator:
             try:
                 with self._batch_norms.window(is_new=not num_done) if self._batch_norms.has_layers else _NOTHING:
                     sums, losses = self._accumulate(cut, window, get_totals)  # each forward, backward; reduced once
-                return finish(sums, losses, get_totals(), cut.largest_micro_batch)
+                    aux = self._combined_aux(window, cut.pass_weights, get_totals(), cut.num_skipped)
+                return aux.onto(finish(sums, losses, get_totals(), cut.largest_micro_batch))
             except Exception as error:
                 cut.explain(error, num_done)
                 raise
@@ -274,7 +293,10 @@ class Accumulator:
             for number, micro_batch in enumerate(arriving, len(losses)):
                 weight = passes[number][1]
                 with self._passing(number, cut, get_totals) if is_distributed else _NOTHING:
-                    losses.append(self._backward(self.loss, micro_batch, weight, get_shares, buffer))
+                    values, aux = self._backward(self.loss, micro_batch, weight, get_shares, buffer)
+                losses.append(values)
+                if window.aux is not None:
+                    window.aux.add(aux, cut.num_samples(number, self._cutting))
                 if self.is_interrupted and number + 1 < len(passes) and not is_distributed and window.is_of_step:
                     break
             # with fully_shard, all ranks make equally many passes, since each gathers parameters
@@ -306,11 +328,12 @@ class Accumulator:
             else:
                 has_norms = bool(self._batch_norms.normalising())
                 how = self._cutting, self.micro_batch_size, self.weight, self.reduction
-                cut = Cut.of(batch, *how, has_norms=has_norms)
+                runs_all = self.has_aux and not self._ranks.is_sharded  # there, all ranks make equally many passes
+                cut = Cut.of(batch, *how, has_norms=has_norms, runs_all=runs_all)
             if self._ranks.is_distributed:
                 self._ranks.check(self._gradients, cut.weights if self.reduction == "mean" else ())
             if window is None:
-                window = PartialWindow.of_step(cut, is_of_step=is_step)
+                window = PartialWindow.of_step(cut, self._new_aux(), is_of_step=is_step)
             else:
                 window.check_same(cut.weights)
                 window.check_unchanged(self._gradients.versions())
@@ -455,7 +478,7 @@ class Accumulator:
         if window is None:
             scale = None if self.scaler is None else self._precision.loss_scale()
             weights = Weights(self.reduction, reference, torch.where, num_wanted)
-            window = PartialWindow(weights, [Sums() for _ in terms], loss_scale=scale)
+            window = PartialWindow(weights, [Sums() for _ in terms], aux=self._new_aux(), loss_scale=scale)
         return window
 
     def flush(self) -> Step | None:
@@ -504,11 +527,13 @@ class Accumulator:
         if all_ranks.is_ending and not all_ranks.num_micro_batches:
             return None
         self._window = window  # it stays open if this rank ends it too early
-        self._ranks.check_in_sync(all_ranks, has_window=window is not None)
+        has_window = window is not None
+        self._ranks.check_in_sync(all_ranks, has_window=has_window)
         self._window = None
         if window is None:
             cut = Cut(reduction=self.reduction)
-            sums, losses = self._accumulate(cut, PartialWindow.of_step(cut), get_totals)
+            window = PartialWindow.of_step(cut, self._new_aux())
+            sums, losses = self._accumulate(cut, window, get_totals)
         else:
             sums = window.summed(all_ranks.total, self._ranks.divisor)
             if self._ranks.is_distributed:
@@ -518,15 +543,27 @@ class Accumulator:
                 if self._ranks.keeps_whole_gradients:  # they were inside of the model until now
                     sums.multiply(window.weights.rest(all_ranks.total)[0] * self._ranks.divisor)
             losses = self._ranks.sum_losses(window.losses, weights, all_ranks.total, self.reduction)
+        aux = self._combined_aux(window, weights, all_ranks)
         if self._batch_norms.has_layers:
             is_counted = has_weight(all_ranks.total, all_ranks.num_micro_batches, self.reduction)
-            self._batch_norms.close(has_window=window is not None, is_counted=is_counted)
-        return self._update(sums, losses, all_ranks)
+            self._batch_norms.close(has_window=has_window, is_counted=is_counted)
+        return aux.onto(self._update(sums, losses, all_ranks))
 
     @property
     def num_fed(self) -> int:
         """How many micro-batches `micro_batch()` has added to the window that is open."""
         return 0 if self._window is None or self._window.is_of_step else len(self._window)
+
+    def _new_aux(self) -> WindowAux | None:
+        return WindowAux(self.aux) if self.has_aux else None
+
+    def _combined_aux(
+        self, window: PartialWindow, weights: Sequence[Terms], totals: Totals, num_skipped: int = 0
+    ) -> BatchAux:
+        """What the loss returned beside its value, for the batch of all ranks."""
+        if window.aux is None:
+            return NO_AUX
+        return window.aux.combined(weights, totals.total, self._ranks, num_skipped)
 
     def _check_no_window(self, name: str) -> None:
         if self._window is not None:
@@ -635,7 +672,7 @@ class Accumulator:
             state: What `state_dict` returned.
         """
         with self._exclusive.hold("load_state_dict()"):
-            saved = SavedState.read(state, self.scaler, self._ranks, self._gradients, self.reduction)
+            saved = SavedState.read(state, self.scaler, self._ranks, self._gradients, self.reduction, self._new_aux())
             if saved.window is not None:
                 self._batch_norms.load(saved.window.batch_norm)
             if self.scaler is not None:

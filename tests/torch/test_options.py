@@ -12,6 +12,7 @@ from bigbatch import NonFiniteError, OptionError
 from bigbatch.torch import Accumulator
 
 FIXED = {"model", "optimizer", "reduction", "precision", "scaler", "accumulate_dtype", "capture", "group", "reduce"}
+FIXED |= {"has_aux", "aux"}
 BAD = {
     "loss": 3,
     "weight": 3,

@@ -19,6 +19,7 @@ from ...core.window import Window
 from .. import batch as nest
 from .. import hooks
 from ..accumulator import Accumulator
+from ..auxiliary import without_aux
 from ..backward import Loss, check_loss
 from ..batch_norm import REMEDY, Mode, freeze, normalising
 from ..cutting import Cutting, take
@@ -44,6 +45,8 @@ class Trial:
         reduction: Reduction,
         cutting: Cutting,
         batch_norm: Mode = "batch",
+        *,
+        has_aux: bool = False,
     ) -> None:
         """`sizes` is that of a micro-batch, or those of all."""
         is_frozen = batch_norm == "frozen"
@@ -52,7 +55,7 @@ class Trial:
             freeze(model)
         self.model = model
         self.batch = batch
-        self.loss = loss
+        self.loss = without_aux(loss, has_aux=has_aux)
         self.weight = weight
         self.reduction: Reduction = reduction
         self._cutting = cutting
