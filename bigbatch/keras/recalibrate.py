@@ -1,7 +1,7 @@
 """Moving statistics of BatchNormalization from the data themselves, before evaluation."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -44,7 +44,7 @@ def recalibrate(model: Any, data: Any, *, batch_size: int | None = None) -> None
         )
     order: dict[int, Any] = {}
     for x in _batches(data, batch_size):
-        with _watching(model, [*_layers(model)]) as seen:
+        with _watching([*_layers(model)]) as seen:
             model(x, training=False)
         order = {id(layer): layer for layer, _ in seen}
         break
@@ -55,7 +55,7 @@ def recalibrate(model: Any, data: Any, *, batch_size: int | None = None) -> None
     for layer in order.values():
         pooled: Moments | None = None
         for x in _batches(data, batch_size):
-            with _watching(model, [layer]) as seen:
+            with _watching([layer]) as seen:
                 model(x, training=False)
             for _, moments in seen:
                 pooled = moments if pooled is None else pool(pooled, moments)
@@ -83,9 +83,14 @@ def _batches(data: Any, batch_size: int | None) -> Iterator[Any]:
 
 
 @contextmanager
-def _watching(model: Any, layers: list[Any]) -> Iterator[list[tuple[Any, Moments]]]:
+def _watching(layers: list[Any]) -> Iterator[list[tuple[Any, Moments]]]:
     """Inside, yields a list of layers and the moments of their inputs, in the order of their calls."""
     found: list[tuple[Any, Moments]] = []
+    without_gradients: Any = nullcontext()
+    if keras.backend.backend() == "torch":
+        import torch
+
+        without_gradients = torch.no_grad()
 
     def watched(layer: Any) -> Any:
         def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
@@ -97,7 +102,8 @@ def _watching(model: Any, layers: list[Any]) -> Iterator[list[tuple[Any, Moments
     for layer in layers:
         vars(layer)["call"] = watched(layer)
     try:
-        yield found
+        with without_gradients:
+            yield found
     finally:
         for layer in layers:
             vars(layer).pop("call", None)
