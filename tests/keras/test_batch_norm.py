@@ -156,6 +156,7 @@ class Frozen(keras.Model):
         return self.parts[2](self.parts[1](self.parts[0](x), training=False))
 
 
+@pytest.mark.any_backend
 @pytest.mark.parametrize("how", ["cut", "windows"])
 def test_frozen(how: str) -> None:
     """The gradient is that of plain fit with frozen statistics, and gamma and beta are trained."""
