@@ -85,8 +85,8 @@ torch: a time-major micro-batch counts its time steps | torch/cutting.py | test-
 - return nest.batch_size(batch, name, self.batch_axis)
 + return nest.batch_size(batch, name)
 torch: what the user's function cuts need not add up | torch/cutting.py | test-torch
-- _check_adds_up(name, shape,
-+ print(name, shape,
+- _check_adds_up(name, item,
++ print(name, item,
 torch: every micro-batch has the weight of the first | torch/accumulator.py | test-torch
 - weight = passes[number][1]
 + weight = passes[0][1]
