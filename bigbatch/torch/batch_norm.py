@@ -366,7 +366,7 @@ class _Group:
         self.layers = layers
         means = [layer.module.running_mean for layer in layers]
         device = means[0].device
-        self.wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
+        self.wide = wide_dtype(device)
         self.sizes = [mean.numel() for mean in means]
         for layer in layers:
             layer.prepare(self.wide)
@@ -394,11 +394,11 @@ class _Group:
         if num_calls:
             means, variances, numbers = zip(*(layer.rows[0] for layer in self.layers), strict=True)
             number, lost = (each[self._layer_of] for each in (torch.cat(numbers), self._lost))
-            _pool(self.state, torch.cat(means), torch.cat(variances), number, lost)
+            add_statistics(self.state, torch.cat(means), torch.cat(variances), number, lost)
         if num_calls > 1:  # layers that are used several times
             for part, layer, lost in zip(self.state.split(self.sizes, 1), self.layers, self._lost, strict=True):
                 for row in layer.rows[1 : layer.num_calls]:
-                    _pool(part, *row, lost)
+                    add_statistics(part, *row, lost)
         return num_calls > 0
 
     @torch.no_grad()
@@ -407,12 +407,8 @@ class _Group:
         count, mean, squares = self.state.unbind()
         lost = self._lost[self._layer_of]
         if ranks.is_distributed:
-            sums = torch.stack([count, count * mean])
-            ranks.sum_over_ranks(sums)
-            count, center = sums[0], sums[1] / sums[0].clamp(min=1)
-            squares = squares + self.state[0] * (mean - center).square()
-            ranks.sum_over_ranks(squares)
-            mean, lost = center, torch.ones_like(lost)
+            count, mean, squares = over_ranks(self.state, ranks.sum_over_ranks)
+            lost = torch.ones_like(lost)
         var = squares / (count - lost).clamp(min=1)
         is_bad = ~(torch.isfinite(mean) & torch.isfinite(var))
         num_bad = torch.zeros_like(self._lost).index_add_(0, self._layer_of, is_bad.to(self.wide))
@@ -443,8 +439,16 @@ class _Group:
         return torch.where(is_average, 1 / (torch.stack(tracked) + 1), self._given)
 
 
-def _pool(state: Tensor, mean: Tensor, var: Tensor, number: Tensor, lost: Tensor) -> None:
-    """Adds mean and unbiased variance of some more values to the state, by Chan's formula, which loses no digits."""
+def add_statistics(state: Tensor, mean: Tensor, var: Tensor, number: Tensor, lost: Tensor) -> None:
+    """Adds the mean and variance of more values to the state, by Chan's formula, which loses no digits.
+
+    Args:
+        state: The number of values so far, their mean and the sum of their squared deviations, channel by channel.
+        mean: The mean of the new values.
+        var: Their variance.
+        number: How many they are.
+        lost: How many fewer the variance divides by: 1 if it is unbiased.
+    """
     count, so_far, squares = state.unbind()
     total = count + number
     part = number / total.clamp(min=1)
@@ -452,6 +456,22 @@ def _pool(state: Tensor, mean: Tensor, var: Tensor, number: Tensor, lost: Tensor
     squares += var * (number - lost).clamp(min=0) + delta.square() * (count * part)
     so_far += delta * part
     count.copy_(total)
+
+
+def over_ranks(state: Tensor, sum_over_ranks: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """The statistics of all ranks, from the state of this one."""
+    own, mean, squares = state.unbind()
+    count, summed = sums = torch.stack([own, own * mean])
+    sum_over_ranks(sums)
+    center = summed / count.clamp(min=1)
+    squares = squares + own * (mean - center).square()
+    sum_over_ranks(squares)
+    return count, center, squares
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which statistics are added up."""
+    return torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
 
 
 def _lost(module: nn.Module) -> float:
