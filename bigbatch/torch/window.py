@@ -334,9 +334,9 @@ class MicroBatch:
                 else:
                     micro.skip()
 
-        The window still gets its `accumulation_steps` micro-batches. Random numbers that were drawn stay drawn. With
-        DistributedDataParallel each rank may skip its own; with fully_shard none can, since all ranks run each
-        micro-batch together.
+        The window still gets its `accumulation_steps` micro-batches. Random numbers that were drawn stay drawn;
+        running statistics of BatchNorm leave it out, unless `batch_norm="micro_batch"`. With DistributedDataParallel
+        each rank may skip its own; with fully_shard none can, since all ranks run each micro-batch together.
         """
         if self.is_over:
             raise OrderError("micro.skip was called after its block: call it in the block")
