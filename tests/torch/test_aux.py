@@ -673,6 +673,15 @@ def test_a_skipped_micro_batch_has_no_aux() -> None:
     assert step.weight == 10
 
 
+def test_backward_returns_aux_too() -> None:
+    model, batch = classifier(), digits()
+    expected = of_digits(model, batch)[1]
+    step = made(model, of_digits).backward(batch)
+    assert not step.is_applied
+    assert_same(step.metrics["accuracy"], expected["accuracy"].item())
+    assert_same(step.aux["logits"], expected["logits"])
+
+
 def test_an_accumulator_verifies_its_own_loss() -> None:
     assert made(classifier(), of_digits).verify(digits()).is_exact
 

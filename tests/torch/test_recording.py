@@ -98,7 +98,7 @@ def auxes(capture: Any, loss: Any = with_aux, **options: Any) -> tuple[list[Any]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulator = Accumulator(model, optimizer, loss, 4, capture=capture, has_aux=True, **options)
     if accumulator._captured is not None:
-        accumulator._update.captured_optimizer = None
+        accumulator._optimizers._captured = [None]
     torch.manual_seed(3)
     steps = [accumulator.step(data(13 - step % 2)) for step in range(6)]
     return [step.aux for step in steps], getattr(accumulator._captured, "num_replays", 0)
