@@ -28,12 +28,23 @@ class _Leaf(NamedTuple):
     kind: Kind
     dtype: tf.DType
     spec: tf.TensorSpec
-    """What is added up or concatenated for it: wide sums, or rows."""
+    """What is added up or concatenated for it: sums in float64, which replicas reduce in one call, or rows."""
 
     @property
     def is_row(self) -> bool:
         """Whether it is concatenated. The values that a function gets are rows of a micro-batch each."""
         return callable(self.way) or self.way == "concatenate"
+
+    def number(self, whole: float) -> float | int:
+        """The sum or mean of a scalar as a number."""
+        return whole if self.kind.numbers == "float" or self.way == "mean" else int(whole)
+
+    @property
+    def wide_dtype(self) -> tf.DType:
+        """Of its sum or mean, if that is a tensor: at least float32, or int64."""
+        if self.kind.numbers == "float":
+            return wide_dtype(self.dtype)
+        return tf.int64 if self.way == "sum" else WEIGHT
 
 
 class Auxiliary:
@@ -94,7 +105,7 @@ class Auxiliary:
         return tensors
 
     def counted(self, tensors: Sequence[tf.Tensor], weight: tf.Tensor) -> list[tf.Tensor]:
-        """What a micro-batch adds: rows as they are; means times their weight, and 0 if that is 0, even if it is NaN."""
+        """What a micro-batch adds: rows as they are, and means times its weight; 0 if that is 0, even for NaN."""
 
         def counted(leaf: _Leaf, tensor: tf.Tensor) -> tf.Tensor:
             wide = tf.cast(tensor, leaf.spec.dtype)
@@ -160,12 +171,7 @@ class Auxiliary:
             elif leaf.way == "concatenate":
                 found[leaf.path] = tensor
             else:
-                is_float = leaf.dtype.is_floating
-                found[leaf.path] = (
-                    tf.cast(tensor, wide_dtype(leaf.dtype) if is_float else tensor.dtype)
-                    if leaf.kind.shape
-                    else tensor.numpy().item()
-                )
+                found[leaf.path] = tf.cast(tensor, leaf.wide_dtype) if leaf.kind.shape else leaf.number(float(tensor))
         return auxiliary.rebuilt(self._like, found)
 
     def summed(self) -> tuple[str, ...]:
@@ -208,7 +214,7 @@ def _spec(path: Path, tensor: tf.Tensor, way: Way) -> tf.TensorSpec:
             f"{auxiliary.name_of(path)} has the shape {tensor.shape}, which a {way} over micro-batches does not have: "
             'pass aux="concatenate", or take it over the samples in the loss'
         )
-    return tf.TensorSpec(tensor.shape, WEIGHT if way == "mean" or tensor.dtype.is_floating else tf.int64)
+    return tf.TensorSpec(tensor.shape, WEIGHT)
 
 
 def _with_rows(tensor: tf.Tensor, num_samples: tf.Tensor) -> tf.Tensor:

@@ -17,8 +17,10 @@ from .distributed import replicas
 from .distributed.one_replica import LossContext, one_replica
 from .gradients import Gradient
 from .internals import converted
-from .optimizer import Optimizer
+from .layers import batch_norms
+from .optimizers import AnyOptimizer
 from .weight import WEIGHT, as_tensor, checked, summed_weight, where
+
 
 class Beside(NamedTuple):
     """What a micro-batch has besides its losses and its gradient; empty lists as a rule."""
@@ -43,13 +45,16 @@ class Backward:
         with tf.GradientTape() as tape:
             value = loss(model, micro_batch) * weight / total
         gradients = tape.gradient(value, model.trainable_variables)
+
+    `model` has the variables; `given` is what the user passed as the model.
     """
 
     def __init__(
         self,
         layout: Layout,
         model: Any,
-        optimizer: Optimizer,
+        given: Any,
+        optimizer: AnyOptimizer,
         loss: Loss,
         weight: Weight | None,
         reduction: Reduction,
@@ -57,13 +62,19 @@ class Backward:
         auxiliary: Auxiliary | None,
         batch_norms: BatchNorms,
     ) -> None:
-        self._layout, self._model, self._optimizer, self._loss = layout, model, optimizer, loss
+        self._layout, self._model, self._given, self._optimizer = layout, model, given, optimizer
+        self._loss = loss
         self.weight, self.reduction, self.jit_compile = weight, reduction, jit_compile
         self.auxiliary, self.batch_norms = auxiliary, batch_norms
         self.is_share_used = False
         """Whether the loss reads its share of the whole batch. Valid only after `traced()`."""
         self._all_terms = tf.function(self._run, jit_compile=jit_compile or None, autograph=False)
         self._by_term = tf.function(self._run_by_term, jit_compile=jit_compile or None, autograph=False)
+
+    @property
+    def may_have_moments(self) -> bool:
+        """Whether moments of BatchNormalization layers may be recorded."""
+        return self.batch_norms.mode == "batch" and bool(batch_norms(self._model))
 
     def variables(self) -> list[Any]:
         return replicas.trainable(self._model)
@@ -106,7 +117,8 @@ class Backward:
         """Calls `run(backward, share)`, or `skip()` if the share is 0, since the mean over nothing may be 0/0.
 
         `run` calls `backward(tensors, share)`. If only some terms of the loss have the share 0, that pass leaves them
-        out. Aux has rows for samples that do not count, too, so then only a micro-batch of `num` = 0 samples is skipped.
+        out. Aux has rows of samples that do not count, too, so with aux only a micro-batch of `num` = 0 samples is
+        skipped.
         """
 
         def some() -> Any:
@@ -146,7 +158,7 @@ class Backward:
         """The losses of one micro-batch, as means over it, and the leaves of aux."""
         context = LossContext(share[0] if share.shape[0] == 1 else None)
         with one_replica(context):
-            returned = converted(self._loss, self._model, self._layout.pack(tensors))
+            returned = converted(self._loss, self._given, self._layout.pack(tensors))
         self.is_share_used |= context.is_share_used
         has_aux = self.auxiliary is not None
         terms, aux = loss_result.split(returned, share.shape[0], has_aux=has_aux, shape_of=shape_of)

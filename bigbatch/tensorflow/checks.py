@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from ..core.errors import GradientError, LossError, OptionError, OrderError, WeightError
 from ..core.weight import Terms, check_terms, is_number
+from .auxiliary import OTHER_ROWS
 from .gradients import wide_dtype
 from .weight import BAD_WEIGHT, WEIGHT
 

@@ -98,7 +98,11 @@ def _run(
         def added(backward: Any, share: tf.Tensor) -> tuple[Any, ...]:
             own_losses, grads, own = backward(micro_batch, share)
             aux = [] if auxiliary is None else auxiliary.add(beside.aux, k, own.aux, weights[k, 0])
-            return losses + own_losses, sums.add(states, k, grads), Beside(aux, batch_norms.pool(beside.moments, own.moments))
+            return (
+                losses + own_losses,
+                sums.add(states, k, grads),
+                Beside(aux, batch_norms.pool(beside.moments, own.moments)),
+            )
 
         share = tf.gather(shares, k)
         if backward.weight is None:  # no micro-batch is empty
