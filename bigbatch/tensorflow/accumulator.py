@@ -168,6 +168,7 @@ class Accumulator(tf.Module):
         self._update = Update(*of_model, self._skipped_steps, self._exclusive, clip_norm, clip_value, batch_norm)
         self._window = PartialWindow(*of_model, accumulation_steps)
         self._graphs = Graphs()
+        self._has_seen_labels = False
         self._is_traced = False
         """Whether the user has a tf.function that was traced with `add` or `flush` in it."""
         self._mean_loss: Loss | None = None
@@ -232,6 +233,10 @@ class Accumulator(tf.Module):
         with self._exclusive.hold(call, range(self.strategy.num_replicas_in_sync)):
             self._window.check_whole()
             is_window = isinstance(batch, Window)
+            if not self._has_seen_labels:
+                self._has_seen_labels = True  # only the first batch is looked at, since that waits for the device
+                if self.weight is None and self.reduction == "mean":
+                    checks.warn_of_uncounted_labels(batch[0] if is_window and batch else batch)
             traced, result = self._run_window(batch, finish) if is_window else self._run_batch(batch, finish)
             size = None if is_window else self.micro_batch_size
             if finish is self._update:

@@ -149,6 +149,7 @@ class Accumulator:
         self._backward = self._captured or self._eager
         self._batch_norms = checks.batch_norm_modules(model)
         self._has_warned_of_batch_norm = False
+        self._has_seen_labels = False
         self._window: PartialWindow | None = None
         """The open window of `micro_batch()`, or what an interrupted `step()` has done."""
         self.is_interrupted = False
@@ -239,6 +240,10 @@ class Accumulator:
                 window.check_unchanged(self._gradients.versions())
                 window.check_trainable(self._gradients.parameters())
         self._window = None
+        if not self._has_seen_labels and cut.micro_batches:
+            self._has_seen_labels = True  # only the first batch is looked at, since that waits for the device
+            if self.weight is None and self.reduction == "mean":
+                checks.warn_of_uncounted_labels(batch if cut.is_cut else cut.micro_batches[0])
         if self._batch_norms:
             self._warn_of_batch_norm(len(cut.weights))
         if self._time_axis.has_layers:

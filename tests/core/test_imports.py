@@ -104,10 +104,10 @@ def test_the_extra_all_is_all_extras():
     [
         pytest.param(
             "torch",
-            ["Accumulator", "Checkpoints", "MicroBatch", "train_with_accumulation", "verify"],
+            ["Accumulator", "Checkpoints", "MicroBatch", "train_with_accumulation", "verify", "weights"],
             marks=needs_torch,
         ),
-        ("jax", ["Checkpoints", "grad", "multi_steps", "pad", "value_and_grad", "verify"]),
+        ("jax", ["Checkpoints", "grad", "multi_steps", "pad", "value_and_grad", "verify", "weights"]),
     ],
 )
 def test_a_framework_has_these_names_and_imports_no_other_framework(framework, names):
