@@ -1,7 +1,7 @@
 """The accumulator: cut, accumulate, reduce, clip, apply, on one device or under a tf.distribute strategy."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, get_args
 
 import tensorflow as tf
@@ -9,14 +9,14 @@ import tensorflow as tf
 from ..core.auxiliary import check_aux
 from ..core.errors import BatchError, OptionError, OrderError
 from ..core.exclusive import Exclusive
-from ..core.loss_result import split
 from ..core.nonfinite import NonFinite, OnNonFinite
 from ..core.options import Fixed, Option, OptionOf, check_callable, check_choice, check_size
 from ..core.step import Step
-from ..core.weight import Reduction, as_terms, check_reduction
+from ..core.verify.result import Verification
+from ..core.weight import Reduction, check_reduction
 from ..core.window import AccumulationSteps, Window, check_lists
 from . import checks, gradients, models, optimizers
-from .auxiliary import Auxiliary
+from .auxiliary import Auxiliary, without_aux
 from .backward import Backward, Beside, Loss, Weight
 from .batch import Layout, any_size, batch_size, num_samples, slice_rows
 from .batch_norm import BatchNorm, BatchNorms
@@ -26,6 +26,7 @@ from .distributed.one_replica import LossContext, check_not_divided, one_replica
 from .gradients import Gradient
 from .graphs import Graphs
 from .loop import accumulate
+from .micro_batch import MicroBatch
 from .nonfinite import SkippedSteps
 from .sums import OTHER_VARIABLES, BatchGradient
 from .update import Result, Update
@@ -34,6 +35,19 @@ from .window import PartialWindow
 
 _Finish = Callable[[BatchGradient], Any]
 """What is done with the gradient of the whole batch, across replicas."""
+
+
+_ELSEWHERE = {
+    "backward": "call gradients(batch), which returns the gradient of the whole batch and does not step; or "
+    "micro.backward(loss) in a micro_batch() block",
+    "apply_gradients": "call add(gradients, weight=…), or flush() to end a window early",
+    "apply": "call add(gradients, weight=…), or flush() to end a window early",
+    "train_step": "call step(batch)",
+    "zero_grad": "leave it out, because a window starts with sums of zero",
+    "no_sync": "leave it out, because replicas reduce once per window",
+    "scheduler": "pass the optimizer a schedule as its learning rate",
+    "value_and_grad": "call gradients(batch)",
+}
 
 
 class _Traced(NamedTuple):
@@ -153,8 +167,12 @@ class Accumulator(tf.Module):
         check_choice("batch_norm", batch_norm, get_args(BatchNorm))
         self._trained_model = models.trained(model, variables)
         optimizer = tuple(optimizer) if isinstance(optimizer, list) else optimizer
-        for name, value in {"model": model, "optimizer": optimizer, "aux": check_aux("aux", aux)}.items():
-            object.__setattr__(self, name, value)  # tf.Module would wrap a list
+        check_aux("aux", aux, has_aux=has_aux)
+        for name, value in (("model", model), ("optimizer", optimizer), ("aux", aux)):
+            if isinstance(value, list | tuple | dict):  # which tf.Module would wrap
+                object.__setattr__(self, name, value)
+            else:
+                setattr(self, name, value)
         self.loss, self.weight, self.has_aux, self.batch_norm = loss, weight, has_aux, batch_norm
         self.micro_batch_size, self.reduction, self.jit_compile = micro_batch_size, reduction, jit_compile
         self.num_traces = 0
@@ -165,7 +183,8 @@ class Accumulator(tf.Module):
         self._nonfinite = NonFinite(on_nonfinite, max_skipped, warns=False, resume=resume)
         self._skipped_steps = SkippedSteps(self._nonfinite, self.strategy)
         of_model = self._trained_model, self._optimizer, self.strategy, reduction
-        self._update = Update(*of_model, self._skipped_steps, self._exclusive, clip_norm, clip_value, batch_norm)
+        warned_of: BatchNorm = self._own_batch_norm if loss is None else batch_norm
+        self._update = Update(*of_model, warned_of, self._skipped_steps, self._exclusive, clip_norm, clip_value)
         self._window = PartialWindow(*of_model, accumulation_steps)
         self._graphs = Graphs()
         self._has_seen_labels = False
@@ -441,13 +460,57 @@ class Accumulator(tf.Module):
             weight: Over how many samples or tokens the loss is a mean. Weights per sample are added up.
             loss: That loss. Without it the loss of the step is NaN.
         """
-        if self.accumulation_steps is None:
-            raise OptionError("add() does not know how long a window is: pass accumulation_steps=…")
-        if weight is None and self.reduction == "mean":
-            raise OptionError("add() needs weight=…: over how many samples or tokens the loss is a mean")
+        weight = self._check_own_loop("add()", weight)
         with self._hold("add()"):
-            self._add(gradients, 1 if weight is None else weight, float("nan") if loss is None else loss)
+            self._add(gradients, weight, float("nan") if loss is None else loss)
 
+    @tf.autograph.experimental.do_not_convert
+    @contextmanager
+    def micro_batch(self, weight: Any = None) -> Iterator[MicroBatch]:
+        """One micro-batch of your own loop, as `add` but with a tape of ours; the last one of a window takes the step.
+
+            for x, y in dataset:
+                with accumulator.micro_batch(weight=len(y)) as micro:
+                    micro.backward(cross_entropy(y, model(x, training=True)))
+            accumulator.flush()                               # the last, shorter window
+
+        The block is a `tf.GradientTape()` and a `one_replica()`. `micro.backward(loss)` takes the gradient for the
+        trainable variables, of the scaled loss if the optimizer scales it. `micro.skip()` leaves the micro-batch out.
+
+        Args:
+            weight: Over how many samples or tokens the loss is a mean. Weights per sample are added up.
+        """
+        weight = self._check_own_loop("micro_batch()", weight)
+        with self._hold("micro_batch()"):
+            with self.one_replica(), BatchNorms(self._own_batch_norm).recording(), tf.GradientTape() as tape:
+                micro = MicroBatch(tape, replicas.trainable(self._trained_model), self._optimizer)
+                try:
+                    yield micro
+                finally:
+                    micro.is_over = True
+            micro.check_fed()
+            if micro.is_skipped or micro.gradients is None:
+                return
+            can_read = tf.executing_eagerly() and not replicas.is_shared()
+            num_steps = int(self.num_steps.numpy()) if can_read else None
+            self._add(micro.gradients, weight, micro.loss)
+            if can_read and int(self.num_steps.numpy()) != num_steps:
+                micro.step = self.last_step
+
+    def _check_own_loop(self, call: str, weight: Any) -> Any:
+        """The weight of a micro-batch of the user's own loop; raises OptionError if something is missing for it."""
+        if self.accumulation_steps is None:
+            raise OptionError(f"{call} does not know how long a window is: pass accumulation_steps=…")
+        if weight is None and self.reduction == "mean":
+            raise OptionError(f"{call} needs weight=…: over how many samples or tokens the loss is a mean")
+        return 1 if weight is None else weight
+
+    @property
+    def _own_batch_norm(self) -> BatchNorm:
+        """What BatchNormalization layers do in the user's own loop, whose statistics nobody pools."""
+        return "frozen" if self.batch_norm == "frozen" else "micro_batch"
+
+    @tf.autograph.experimental.do_not_convert  # the block of micro_batch() is code of the user's
     def _add(self, grads: Sequence[Gradient], weight: Any, loss: Any) -> None:
         """On a replica."""
         context = self._check_before_add(grads)
@@ -523,6 +586,21 @@ class Accumulator(tf.Module):
         if tf.executing_eagerly():
             self._update.step(result)
 
+    def verify(self, batch: Any, **options: Any) -> Verification:
+        """Compares the gradient of the full batch with the accumulated one; `bigbatch.tensorflow.verify` describes it.
+
+        Args:
+            batch: A batch that fits into memory.
+            **options: `tolerance` and `dtype` of `verify`.
+        """
+        from .verify.verify import verify  # it uses Accumulator
+
+        if self.loss is None or self.micro_batch_size is None:
+            raise OptionError("verify() needs a loss and a micro_batch_size: pass both to Accumulator")
+        own: dict[str, Any] = {"weight": self.weight, "reduction": self.reduction}
+        own |= {"has_aux": self.has_aux, "batch_norm": self.batch_norm}
+        return verify(self.model, batch, self.loss, self.micro_batch_size, **own, **options)
+
     @property
     def last_step(self) -> Step | None:
         """The last step that `add` or `flush` took; None before the first."""
@@ -554,11 +632,15 @@ class Accumulator(tf.Module):
             return self._exclusive.hold(call, [int(context.replica_id_in_sync_group)])
         return self._exclusive.hold(call, range(self.strategy.num_replicas_in_sync))
 
+    def __getattr__(self, name: str) -> Any:
+        """Names of other frameworks, and what to call here instead."""
+        remedy = _ELSEWHERE.get(name)
+        text = f"{type(self).__name__} has no {name}"
+        raise AttributeError(f"{text} in TensorFlow: {remedy}" if remedy else text, name=name, obj=self)
+
     def _trained(self) -> list[Any]:
         """What only one call at a time may train."""
-        each = self.optimizer if isinstance(self.optimizer, tuple) else (self.optimizer,)
-        parts = [part for pair in each for part in (pair[:1] if isinstance(pair, tuple | list) else [pair])]
-        return [self.model, *parts, *replicas.trainable(self._trained_model)]
+        return [self.model, *self._optimizer.optimizers, *replicas.trainable(self._trained_model)]
 
     def _num_changes(self) -> int:
         """How often the variables were changed. Frozen ones have no lock, so a sum is compared and not a list."""
@@ -594,14 +676,9 @@ class Accumulator(tf.Module):
         self._prepare()
         # on replicas, losses are divided by the size of the whole batch
         if self.strategy.num_replicas_in_sync > 1 and self.reduction == "mean" and self._mean_loss is not self.loss:
-            check_mean(self._trained_model, self._value, self.weight, self.strategy, layout)
+            loss = without_aux(self.loss, self.model, has_aux=self.has_aux)
+            check_mean(self._trained_model, loss, self.weight, self.strategy, layout)
             self._mean_loss = self.loss
-
-    def _value(self, _: Any, batch: Any) -> Any:
-        """The loss without aux."""
-        returned = self.loss(self.model, batch)
-        terms, _ = split(returned, len(as_terms(returned)), has_aux=self.has_aux, shape_of=checks.shape_of)
-        return terms
 
     def _prepare(self) -> None:
         if self._update.is_ready:

@@ -1,6 +1,6 @@
 """The aux of a loss (`has_aux=True`): combines that of the micro-batches into that of the batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,14 +9,15 @@ import tensorflow as tf
 from ..core import auxiliary
 from ..core.auxiliary import Kind, Path, Way
 from ..core.errors import OptionError
-from ..core.weight import is_number, share
+from ..core.loss_result import split
+from ..core.weight import from_terms, is_number, share
 from .distributed import replicas
 from .gradients import wide_dtype
 from .weight import WEIGHT, where
 
 OTHER_ROWS = (
     "an axis of aux whose size is not known before the graph runs is not that of the samples: have the samples along "
-    'the leading axis, or pass aux="concatenate", "sum" or "mean" for it'
+    "the leading axis, or pass the way to combine it as aux"
 )
 
 
@@ -222,3 +223,25 @@ def _with_rows(tensor: tf.Tensor, num_samples: tf.Tensor) -> tf.Tensor:
     is_of_samples = tf.equal(tf.shape(tensor)[0], tf.cast(num_samples, tf.int32))
     with tf.control_dependencies([tf.debugging.Assert(is_of_samples, [OTHER_ROWS])]):
         return tf.identity(tensor)
+
+
+def without_aux(loss: Callable[[Any, Any], Any], given: Any, *, has_aux: bool) -> Callable[[Any, Any], Any]:
+    """The loss as a function that returns its terms only.
+
+    Args:
+        loss: The user's loss.
+        given: What the user passed as the model.
+        has_aux: The option of the accumulator.
+    """
+
+    def terms(_: Any, batch: Any) -> Any:
+        return from_terms(split(loss(given, batch), None, has_aux=has_aux, shape_of=shape_of)[0])
+
+    return terms
+
+
+def shape_of(value: Any) -> tuple[int | None, ...] | None:
+    """The shape of a tensor; None for anything else. One that is not known passes for a scalar's."""
+    if not isinstance(value, tf.Tensor | tf.Variable):
+        return None
+    return () if value.shape.rank is None else tuple(value.shape.as_list())

@@ -9,10 +9,10 @@ from ..core import loss_result
 from ..core.errors import WeightError
 from ..core.weight import Reduction, Terms, as_terms, check_weight, share
 from . import gradients
-from .auxiliary import Auxiliary
+from .auxiliary import Auxiliary, shape_of
 from .batch import Layout, any_size, num_samples
 from .batch_norm import BatchNorms, Moments
-from .checks import check_loss, shape_of
+from .checks import check_loss
 from .distributed import replicas
 from .distributed.one_replica import LossContext, one_replica
 from .gradients import Gradient

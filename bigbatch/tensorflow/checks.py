@@ -48,13 +48,6 @@ def name_of(variable: Any) -> str:
     return str(getattr(variable, "path", None) or variable.name)
 
 
-def shape_of(value: Any) -> tuple[int | None, ...] | None:
-    """The shape of a tensor; None for anything else. One that is not known passes for a scalar's."""
-    if not isinstance(value, tf.Tensor | tf.Variable):
-        return None
-    return () if value.shape.rank is None else tuple(value.shape.as_list())
-
-
 def check_loss(terms: Terms, num_weights: int) -> Terms:
     """The terms, as scalars; raises LossError unless each is a scalar tensor of floats."""
     check_terms(len(terms), num_weights)

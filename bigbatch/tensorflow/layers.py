@@ -19,8 +19,9 @@ def batch_norms(model: Any) -> list[Any]:
 
 def warn_of_batch_norms(model: Any, batch_norm: str) -> None:
     names = [] if batch_norm == "frozen" else [layer.name for layer in batch_norms(model)]
-    freeze = 'freeze them (batch_norm="frozen")'
-    warn_of_batch_norm(names, freeze, layer="BatchNormalization", has_pooled_statistics=batch_norm == "batch")
+    warn_of_batch_norm(
+        names, 'pass batch_norm="frozen"', layer="BatchNormalization", has_pooled_statistics=batch_norm == "batch"
+    )
 
 
 def dropouts(model: Any) -> list[Any]:

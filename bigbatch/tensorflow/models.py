@@ -55,6 +55,12 @@ class Models(tf.Module):
         """All variables."""
         return _once([v for model in self.models for v in model.variables] + [*(self.own or ())])
 
+    @property
+    def weights(self) -> list[Any]:
+        """All variables but the seeds of random layers, as Keras has it."""
+        of_each = [v for model in self.models for v in getattr(model, "weights", model.variables)]
+        return _once([*of_each, *(self.own or ())])
+
 
 def _once(variables: Sequence[Any]) -> list[Any]:
     return list({id(as_tf_variable(v)): v for v in variables}.values())

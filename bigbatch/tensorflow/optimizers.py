@@ -27,7 +27,7 @@ class _Part:
         self.trainable_variables = trainable_variables
 
 
-class Optimizers:
+class Optimizers(tf.Module):
     """Steps several optimizers, all or none, each on its own variables; has the methods of `Optimizer`.
 
         Accumulator(model, [(muon, matrices), (adamw, others)], loss, 8)
@@ -47,9 +47,10 @@ class Optimizers:
     is_scaling = False
 
     def __init__(self, pairs: Sequence[Any], strategy: tf.distribute.Strategy) -> None:
+        super().__init__(name="optimizers")
         if not pairs:
             raise OptionError(f"optimizer is {pairs!r}, which has no optimizer in it: {_REMEDY}")
-        self._parts: list[tuple[Optimizer, Any]] = []
+        parts: list[tuple[Optimizer, Any]] = []
         for pair in pairs:
             optimizer, owner = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (pair, None)
             part = Optimizer(optimizer, strategy)
@@ -58,7 +59,15 @@ class Optimizers:
                 raise OptionError(f"{name} can only be the one optimizer of an accumulator: use one of Keras in a list")
             if owner is None and not getattr(optimizer, "built", False):
                 raise OptionError(f"{name} does not know its variables yet: {_REMEDY}")
-            self._parts.append((part, optimizer if owner is None else owner))
+            parts.append((part, optimizer if owner is None else owner))
+        self._parts = tuple(parts)
+        self.optimizers = [part.optimizer for part, _ in parts]
+        """The user's optimizers."""
+
+    @property
+    def saved(self) -> Any:
+        """What a checkpoint saves as the optimizer."""
+        return self
 
     def _divided(self, model: Any) -> list[tuple[Optimizer, list[int]]]:
         """Each optimizer with the numbers of its variables; raises OptionError unless each variable has one."""

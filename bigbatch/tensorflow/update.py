@@ -61,11 +61,11 @@ class Update(tf.Module):
         optimizer: AnyOptimizer,
         strategy: tf.distribute.Strategy,
         reduction: Reduction,
+        batch_norm: BatchNorm,
         skipped_steps: SkippedSteps,
         exclusive: Exclusive,
         clip_norm: float | None,
         clip_value: float | None,
-        batch_norm: BatchNorm,
     ) -> None:
         super().__init__(name="update")
         self.clip_norm, self.clip_value = clip_norm, clip_value
