@@ -31,6 +31,11 @@ def shared_size(parts: Sequence[tuple[str, int]], batch: Any, remedy: str = "", 
     return size
 
 
+def one_batch(call: str, num: int) -> str:
+    """What to do if someone passes the parts of a batch, as in `step(x, y)`."""
+    return f"{call}() got {num} arguments: a batch is one, which may be a tuple, so pass {call}((x, y))"
+
+
 def warn_of_batch_norm(
     names: Sequence[str], freeze: str, *, layer: str = "BatchNorm", has_pooled_statistics: bool = False
 ) -> bool:

@@ -15,6 +15,10 @@ from .internals import BatchNorm, is_stepped_in_backward
 
 
 def check_model(model: Any) -> None:
+    if isinstance(model, torch.optim.Optimizer):
+        raise OptionError(
+            f"model is a {type(model).__name__}, an optimizer: the model comes first, Accumulator(model, optimizer, …)"
+        )
     if not (callable(getattr(model, "parameters", None)) and callable(getattr(model, "modules", None))):
         raise OptionError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
 

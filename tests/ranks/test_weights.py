@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from bigbatch import RankError, WeightError
 from bigbatch.torch import Accumulator, weights
+from tests.torch import test_normalisation as normalisation
 from tests.torch.test_weights import boxes, detector, per_total, positives
 from tests.torch.training import flat
 
@@ -56,3 +57,31 @@ def test_counting_that_fails_on_one_rank_raises_on_all(rank: int) -> None:
     with pytest.raises(WeightError if rank == 0 else RankError):
         weights.with_total(boxes(), count, over=accumulator)
     assert weights.with_total(boxes(), positives, over=accumulator)["total"] > positives(boxes())
+
+
+def test_a_scale_per_prompt_group(rank: int) -> None:
+    """As docs/normalisation.md has it: the prompts of all ranks are counted, and a group is on one rank."""
+    names = normalisation.names_of_page()
+    exec(normalisation.PER_GROUP.partition("accumulator =")[0], names)
+    plain = normalisation.make_policy()
+    (-normalisation.per_group(plain, names)).backward()
+    expected = torch.cat([p.grad.flatten() for p in plain.parameters()])
+
+    own = names["batch"]["prompt"].lt(7) if rank == 0 else names["batch"]["prompt"].eq(7)
+    if rank > 1:
+        own = own & False
+    part = {name: rows[own] for name, rows in names["batch"].items()}
+    model = normalisation.make_policy()
+    before = flat(model)
+    shared, _ = wrapped(model, "ddp")
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return names["loss"](model, batch) / batch["total"]
+
+    accumulator = Accumulator(shared, torch.optim.SGD(shared.parameters(), lr=1.0), loss, 2, reduction="sum")
+    batch = names["with_scale"](part) if own.any() else None
+    if batch is not None:
+        batch["scale"] = batch["scale"] * len(batch["prompt"].unique())  # 1 / tokens of its group
+    batch = weights.with_total(batch, lambda batch: len(batch["prompt"].unique()), over=accumulator)
+    assert accumulator.step(batch).is_applied
+    assert error_of(flat(model) - before, expected) <= 1e-12
