@@ -668,7 +668,8 @@ class Accumulator(tf.Module):
         if not self._update.is_ready and not self._trained_model.trainable_variables:
 
             def on_replica(*own: Any) -> None:
-                with one_replica(LossContext(1)):
+                # building it leaves moving statistics alone
+                with one_replica(LossContext(1)), BatchNorms("frozen").recording():
                     self.loss(self.model, layout.pack([slice_rows(tensor, 0, 1) for tensor in own]))
 
             self.strategy.run(on_replica, args=layout.tensors)

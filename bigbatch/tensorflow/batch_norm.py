@@ -12,7 +12,7 @@ import tensorflow as tf
 from ..core.errors import OptionError
 from ..core.weight import share
 from .distributed import replicas
-from .internals import current_graph
+from .internals import current_graph, trace_apart
 from .layers import dropout_off, with_value
 from .weight import WEIGHT, where
 
@@ -53,6 +53,16 @@ class _Here(threading.local):
 
 
 _here = _Here()
+_patching = threading.Lock()
+
+
+def _label() -> str:
+    """A graph of the model's own that was traced with frozen layers is not for other passes."""
+    is_as_always = _here.recorder is None or _here.recorder.mode == "batch"
+    return "" if is_as_always else "frozen BatchNormalization"
+
+
+trace_apart(_label)
 
 
 class BatchNorms:
@@ -199,35 +209,48 @@ def _over_replicas(own: Sequence[Moments]) -> list[Moments]:
 
 
 def _patched() -> bool:
-    """Makes Keras's layer ask `_here` what to do; whether there is such a layer at all.
+    """Makes the layers of Keras 3 and tf_keras ask `_here` what to do; whether one of the two is in use.
 
     The class is changed, not a layer, so layers are found wherever the model keeps them, and can be copied and saved.
     """
-    layers = [sys.modules.get(name) for name in ("keras.layers", "tf_keras.layers")]
-    for module in filter(None, layers):
-        cls: Any = module.BatchNormalization
-        if not hasattr(cls.call, "is_of_bigbatch"):
-            is_keras_3 = not module.__name__.startswith("tf_keras")
-            cls.call = _asking(cls.call, _recorded if is_keras_3 else None)
-    return any(layers)
+    wraps = {"keras.layers": _asking, "tf_keras.layers": _asking_in_tf_keras}
+    found = [(sys.modules[name], wrap) for name, wrap in wraps.items() if name in sys.modules]
+    with _patching:
+        for module, wrap in found:
+            cls: Any = module.BatchNormalization
+            if not hasattr(cls.call, "is_of_bigbatch"):
+                cls.call = wrap(cls.call)
+                cls.call.is_of_bigbatch = True
+    return bool(found)
 
 
-def _asking(plain: Callable[..., Any], recorded: Callable[..., Any] | None) -> Callable[..., Any]:
+def _asking(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         recorder = _here.recorder
         if recorder is None or not training or not self.trainable:
             return plain(self, inputs, training=training, mask=mask)
-        if recorder.mode == "calibrate" and recorded is not None and recorder.only in (None, self):
-            recorded(recorder, plain, self, inputs, mask)
-        if recorder.mode != "batch":
-            return plain(self, inputs, training=False, mask=mask)
         # moments that are computed in a graph of the model's own cannot be used outside of it
-        if recorded is None or getattr(self, "renorm", False) or recorder.graph is not current_graph():
+        can_record = recorder.graph is current_graph() and not getattr(self, "renorm", False)
+        if recorder.mode == "batch":
+            if can_record:
+                return _recorded(recorder, plain, self, inputs, mask)
             return plain(self, inputs, training=training, mask=mask)
-        return recorded(recorder, plain, self, inputs, mask)
+        if recorder.mode == "calibrate" and can_record and recorder.only in (None, self):
+            _recorded(recorder, plain, self, inputs, mask)
+        return plain(self, inputs, training=False, mask=mask)
 
-    call.is_of_bigbatch = True  # type: ignore[attr-defined]
+    return call
+
+
+def _asking_in_tf_keras(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Only "frozen" is supported. tf_keras looks at the arguments of `call`, so they are the same."""
+
+    @functools.wraps(plain)
+    def call(self: Any, inputs: Any, training: Any = None) -> Any:
+        is_frozen = _here.recorder is not None and _here.recorder.mode == "frozen"
+        return plain(self, inputs, training=False if is_frozen else training)
+
     return call
 
 

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 from bigbatch import BigBatchWarning, OptionError, Window
 from bigbatch.tensorflow import Accumulator, recalibrate
@@ -168,6 +169,48 @@ def test_frozen_uses_the_moving_statistics_and_is_exact() -> None:
     assert_same(statistics(accumulator.model), before)
     assert accumulator.verify(make_batch()).is_exact
     assert not make().verify(make_batch()).is_exact
+
+
+@pytest.mark.parametrize("mode", ["batch", "frozen"])
+def test_layers_of_tf_keras_do_their_own_update_or_are_frozen(mode: Any) -> None:
+    def make_old() -> Any:
+        keras.utils.set_random_seed(0)
+        layers = tf_keras.layers
+        norm = layers.BatchNormalization(momentum=MOMENTUM)
+        return tf_keras.Sequential([layers.Input((3, 2)), norm, layers.Flatten(), layers.Dense(4)])
+
+    with tf.device("CPU:0"):
+        ours, plain = make_old(), make_old()
+        Accumulator(ours, tf_keras.optimizers.SGD(0.1), loss, 4, batch_norm=mode).step(make_batch())
+        for micro_batch in window(make_batch()) if mode == "batch" else ():
+            plain(micro_batch["x"], training=True)
+    for one, other in zip(ours.non_trainable_variables, plain.non_trainable_variables, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("eagerly")
+def test_a_layer_in_a_graph_of_its_own_does_its_own_update() -> None:
+    class Compiled(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make_model()
+            self.run = tf.function(lambda x: self.inner(x, training=True), autograph=False)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            tf.config.run_functions_eagerly(False)
+            try:
+                return self.run(x)
+            finally:
+                tf.config.run_functions_eagerly(True)
+
+    ours, plain = make(model=Compiled()), make_model()
+    before = statistics(ours.model.inner)
+    for part in window(make_batch()):
+        plain(part["x"], training=True)
+    ours.step(make_batch())
+    found = statistics(ours.model.inner)
+    assert not np.allclose(found[0], before[0])
+    assert_same(found, statistics(plain))
 
 
 @pytest.mark.usefixtures("eagerly")
