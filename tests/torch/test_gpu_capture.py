@@ -147,8 +147,68 @@ MARKED = ("adamw, foreach", "adamw, fused", "rmsprop")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_optimizer_is_captured_too(name: str) -> None:
     _, ours = side_by_side(optimizer=OPTIMIZERS[name], steps=8, clip_norm=0.1)
-    assert ours._update.captured_optimizer._graph is not None
+    assert ours._optimizers._captured[0]._graph is not None
     assert bool(ours.optimizer.param_groups[0].get("capturable")) == (name in MARKED)
+
+
+def halves(first: Any, second: Any) -> Callable[[nn.Module], Any]:
+    """One kind of optimizer for the weights and one for the biases."""
+
+    def optimizers(model: nn.Module) -> Any:
+        weights, biases = ([p for p in model.parameters() if (p.ndim == 2) == kind] for kind in (True, False))
+        return [first(weights), second(biases)]
+
+    return optimizers
+
+
+def muon(held: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Muon(held, lr=1e-2)
+
+
+def captured_adamw(held: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(held, lr=1e-2, capturable=True)
+
+
+def plain_sgd(held: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(held, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "recorded"),
+    [((captured_adamw, plain_sgd), (True, True)), ((muon, captured_adamw), (False, True))],
+    ids=["adamw and sgd", "muon and adamw"],
+)
+def test_each_of_two_optimizers_is_captured_if_it_can_be(kinds: Any, recorded: tuple[bool, bool]) -> None:
+    _, ours = side_by_side(optimizer=halves(*kinds), steps=8, clip_norm=0.1)
+    assert tuple(one._graph is not None for one in ours._optimizers._captured) == recorded
+
+
+def test_an_overflow_holds_two_captured_optimizers_back() -> None:
+    def batches(step: int) -> Batch:
+        x, y = data(48)
+        if step == 4:
+            x[9] = 1e6
+        return x, y
+
+    eager, ours = side_by_side(optimizer=halves(captured_adamw, plain_sgd), batches=batches, steps=7, precision="fp16")
+    assert ours.scaler.get_scale() == eager.scaler.get_scale() < 65536
+
+
+def test_a_captured_gradient_that_was_left_is_not_overwritten() -> None:
+    """Recorded passes add to the same memory in each window."""
+    left: list[list[list[Any]]] = []
+    for capture in (False, True):
+        model = make_model(torch.float64)
+        accumulator = captured(model, optimizer=torch.optim.LBFGS(model.parameters()), capture=capture)
+        left.append([])
+        for step in range(5):
+            model.zero_grad()
+            accumulator.backward(data(53 - step % 2, torch.float64))
+            left[-1].append([p.grad for p in model.parameters()])
+    assert num_replays(accumulator) > 0
+    for eager, ours in zip(*left, strict=True):
+        for a, b in zip(eager, ours, strict=True):
+            assert float((a - b).norm()) <= 1e-12 * float(a.norm())
 
 
 @pytest.mark.parametrize("place", ["cuda", "cpu", None])
@@ -167,13 +227,13 @@ def test_a_schedule_moves_a_captured_optimizer(place: str | None) -> None:
             accumulator.step(data())
         made.append(accumulator)
     same(made[1].model, made[0].model, 1e-6)
-    assert (made[1]._update.captured_optimizer._graph is not None) == (place == "cuda")
+    assert (made[1]._optimizers._captured[0]._graph is not None) == (place == "cuda")
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_uncapturable_optimizer_runs_eagerly(kind: Any) -> None:
     _, ours = side_by_side(optimizer=lambda m: kind(m.parameters(), lr=1e-2), steps=6)
-    assert ours._update.captured_optimizer._graph is None
+    assert ours._optimizers._captured[0]._graph is None
 
 
 def test_restored_optimizer_is_recorded_again() -> None:
