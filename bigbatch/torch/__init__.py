@@ -13,11 +13,12 @@ except ImportError as error:
 from . import weights
 from .accumulator import Accumulator
 from .checkpoints import Checkpoints
+from .recalibrate import recalibrate
 from .train import train_with_accumulation
 from .verify.verify import verify
 from .window import MicroBatch
 
-__all__ = ["Accumulator", "Checkpoints", "MicroBatch", "train_with_accumulation", "verify", "weights"]
+__all__ = ["Accumulator", "Checkpoints", "MicroBatch", "recalibrate", "train_with_accumulation", "verify", "weights"]
 
 if not TYPE_CHECKING:  # or a type checker would take any name to be there
     __getattr__ = _elsewhere(

@@ -1,6 +1,7 @@
 """How a batch is cut: along an axis of its tensors, as a list of samples, or by a function of the user's."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -104,11 +105,11 @@ class Cutting:
                     f"micro-batch {k + 1} that cut returned has {num} samples instead of {size}: return the next "
                     f"sizes[{k}] samples in it"
                 )
-        whole = dict(_shapes(batch, "batch", self.batch_axis))
-        parts = [dict(_shapes(micro_batch, "batch", self.batch_axis)) for micro_batch in micro_batches]
+        whole = dict(_parts(batch, "batch", self.batch_axis))
+        parts = [dict(_parts(micro_batch, "batch", self.batch_axis)) for micro_batch in micro_batches]
         if not whole.keys().isdisjoint({name for part in parts for name in part}):  # else it has another structure
-            for name, shape in whole.items():
-                _check_adds_up(name, shape, [part[name] for part in parts if name in part])
+            for name, item in whole.items():
+                _check_adds_up(name, item, [part[name] for part in parts if name in part])
         return micro_batches
 
     def check_weights(self, of_batch: Any, of_micro_batches: Sequence[Any]) -> None:
@@ -131,41 +132,68 @@ def _checked_number(found: Any, name: str) -> int:
     return found
 
 
-def _shapes(batch: Any, name: str, axis: BatchAxis, *, is_whole: bool = True) -> list[tuple[str, tuple[int, ...]]]:
-    """The shape of every tensor, and the length of every list, unless `batch_axis` says None for it."""
+def _parts(batch: Any, name: str, axis: BatchAxis, *, is_whole: bool = True) -> list[tuple[str, Any]]:
+    """Every tensor and every list with its name, unless `batch_axis` says None for it."""
     if axis is None:
         return []
     if isinstance(batch, Tensor):
-        return [] if batch.is_nested else [(name, tuple(batch.shape))]
+        return [] if batch.is_nested else [(name, batch)]
     if _is_list(batch, is_whole=is_whole):
-        return [(name, (len(batch),))]
+        return [(name, batch)]
     found = nest.items(batch, name) or ()
     own = nest.axes_of_items(batch, name, axis) if found else ()
     return [
-        shape for (part, item), a in zip(found, own, strict=True) for shape in _shapes(item, part, a, is_whole=False)
+        part for (inner, item), a in zip(found, own, strict=True) for part in _parts(item, inner, a, is_whole=False)
     ]
 
 
-def _check_adds_up(name: str, whole: tuple[int, ...], parts: list[tuple[int, ...]]) -> None:
+def _shape(part: Any) -> tuple[int, ...]:
+    return tuple(part.shape) if isinstance(part, Tensor) else (len(part),)
+
+
+def _check_adds_up(name: str, batch: Any, micro_batches: list[Any]) -> None:
     """Raises BatchError unless the parts can be the whole.
 
     They add up along one axis, where the others may have lost padding; or are offsets, which have one more than there
     are sequences; or each is the whole.
     """
-    if parts and all(part == whole for part in parts):
+    whole, parts = _shape(batch), list(map(_shape, micro_batches))
+    if parts and (all(part == whole for part in parts) or _are_offsets(whole, parts)):
         return
-    if all(len(part) == len(whole) for part in parts):
-        for axis, size in enumerate(whole):
-            is_inside = all(part[k] <= whole[k] for part in parts for k in range(len(whole)) if k != axis)
-            if is_inside and sum(part[axis] for part in parts) == size:
-                return
-        if len(whole) == 1 and parts and sum(size - 1 for (size,) in parts) == whole[0] - 1:
-            return
-    raise BatchError(
-        f"{name} has the shape {whole}, but in the micro-batches that cut returned it has "
-        f"{', '.join(map(str, parts)) or 'none'}, which do not add up: return each sample once, or let batch_axis say "
-        "None for what need not add up"
-    )
+    if not _do_add_up(whole, parts):
+        raise BatchError(
+            f"{name} has the shape {whole}, but in the micro-batches that cut returned it has "
+            f"{', '.join(map(str, parts)) or 'none'}, which do not add up: return each sample once, or let batch_axis "
+            "say None for what need not add up"
+        )
+    if _do_overlap(micro_batches):
+        raise BatchError(
+            f"cut returned some elements of {name} twice, since two micro-batches have views of the same memory: "
+            "return each sample once, or let batch_axis say None for what they share"
+        )
+
+
+def _are_offsets(whole: tuple[int, ...], parts: list[tuple[int, ...]]) -> bool:
+    return {len(whole), *map(len, parts)} == {1} and sum(part[0] - 1 for part in parts) == whole[0] - 1
+
+
+def _do_add_up(whole: tuple[int, ...], parts: list[tuple[int, ...]]) -> bool:
+    if any(len(part) != len(whole) for part in parts):
+        return False
+    for axis, size in enumerate(whole):
+        is_inside = all(part[k] <= whole[k] for part in parts for k in range(len(whole)) if k != axis)
+        if is_inside and sum(part[axis] for part in parts) == size:
+            return True
+    return False
+
+
+def _do_overlap(parts: list[Any]) -> bool:
+    """Whether two parts are views of the same elements: a cut that does not move on, say. Nothing is read."""
+    dense = [
+        t for t in parts if isinstance(t, Tensor) and t.layout is torch.strided and t.is_contiguous() and t.numel()
+    ]
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in dense)
+    return any(start < stop for (_, stop), (start, _) in pairwise(spans))
 
 
 # --- lists of samples ------------------------------------------------------------------------------------

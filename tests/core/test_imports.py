@@ -135,7 +135,7 @@ def test_the_extra_all_is_all_extras():
     [
         pytest.param(
             "torch",
-            ["Accumulator", "Checkpoints", "MicroBatch", "train_with_accumulation", "verify", "weights"],
+            ["Accumulator", "Checkpoints", "MicroBatch", "recalibrate", "train_with_accumulation", "verify", "weights"],
             marks=needs_torch,
         ),
         (

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -391,6 +392,46 @@ def test_a_cut_that_is_not_the_batch_is_refused(cut: Any, message: str) -> None:
     assert torch.equal(flat(model), before)
 
 
+def test_offsets_may_be_left_as_they_are() -> None:
+    """Where one sequence ends the next one begins, so that two micro-batches have that number."""
+
+    def unchanged(batch: dict[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]:
+        ends = np.cumsum([0, *sizes])
+        return [{"offsets": batch["offsets"][a : b + 1]} for a, b in itertools.pairwise(ends)]
+
+    cutting = Cutting(cut=unchanged, num_samples=PACKED["num_samples"])
+    assert cutting({"offsets": packed()["offsets"]}, 3)[1] == [3, 3, 1]
+
+
+def test_a_cut_that_does_not_move_on_is_refused() -> None:
+    """All samples have one size, so sizes agree: only the memory shows that they are the same samples."""
+
+    def first_ones(batch: dict[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]:
+        return [{name: tensor[:size] for name, tensor in batch.items()} for size in sizes]
+
+    def overlapping(batch: dict[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]:
+        return [{name: tensor[k : k + 2] for name, tensor in batch.items()} for k in (0, 1, 4)]
+
+    batch = {"x": torch.randn(6, WIDTH).double(), "y": torch.randn(6).double()}
+    for wrong in (first_ones, overlapping):
+        with pytest.raises(
+            BatchError, match=r"cut returned some elements of batch\['x'\] twice, since two micro-batches"
+        ):
+            Cutting(cut=wrong)(batch, 2)
+    assert (
+        Cutting(cut=lambda batch, sizes: [{"x": x} for x in batch["x"].split(sizes)])({"x": batch["x"]}, 2)[1]
+        == [2] * 3
+    )
+    prompt = {"x": batch["x"], "prompt": torch.ones(4)}  # passed whole: all have the same
+    assert (
+        Cutting(
+            cut=lambda batch, sizes: [{**prompt, "x": x} for x in batch["x"].split(sizes)],
+            num_samples=lambda b: len(b["x"]),
+        )(prompt, 2)[1]
+        == [2] * 3
+    )
+
+
 def test_weights_that_do_not_add_up_are_refused() -> None:
     """Sizes agree, but each micro-batch has lost the labels of its last sequence."""
 
@@ -457,6 +498,15 @@ def test_what_is_no_cut_is_refused(bad: Any) -> None:
 
 
 # --- verify ----------------------------------------------------------------------------------------------
+
+
+def test_the_accumulator_verifies_with_its_own_options() -> None:
+    model = made(Packed)
+    assert Accumulator(model, sgd(model), packed_loss, 3, **PACKED).verify(packed())
+    model = made()
+    accumulator = Accumulator(model, sgd(model), list_loss, 3, cut="list")
+    assert accumulator.verify(samples())
+    assert accumulator.verify(Window([samples()[:3], samples()[3:]]))
 
 
 def test_verify_of_a_wrong_cut_says_what_to_check() -> None:

@@ -12,6 +12,7 @@ from bigbatch import NonFiniteError, OptionError
 from bigbatch.torch import Accumulator
 
 FIXED = {"model", "optimizer", "reduction", "precision", "scaler", "accumulate_dtype", "capture", "group", "reduce"}
+FIXED |= {"has_aux", "aux"}
 BAD = {
     "loss": 3,
     "weight": 3,
@@ -25,6 +26,7 @@ BAD = {
     "scheduler": 0.1,
     "on_nonfinite": "explode",
     "max_skipped": 0,
+    "batch_norm": "both",
 }
 torch.manual_seed(0)
 BATCH = (torch.randn(7, 3).double(), torch.randn(7, 2).double())

@@ -136,7 +136,7 @@ def test_second_run_leaves_no_trace() -> None:
     x, y = data(8, 4)
     torch.manual_seed(2)
     with pytest.warns(BigBatchWarning, match="BatchNorm"):
-        accumulator = Accumulator(model, sgd(model), popping, 4)
+        accumulator = Accumulator(model, sgd(model), popping, 4, batch_norm="micro_batch")
         accumulator.step({"x": x, "y": y})
     assert calls == [4, 3, 4]
     torch.manual_seed(2)

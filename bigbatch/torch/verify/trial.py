@@ -19,8 +19,9 @@ from ...core.window import Window
 from .. import batch as nest
 from .. import hooks
 from ..accumulator import Accumulator
+from ..auxiliary import without_aux
 from ..backward import Loss, check_loss
-from ..checks import batch_norms
+from ..batch_norm import REMEDY, Mode, freeze, normalising
 from ..cutting import Cutting, take
 from ..gradients import leaves_of
 from ..internals import BatchNorm, Dropout
@@ -43,18 +44,24 @@ class Trial:
         weight: Weight | None,
         reduction: Reduction,
         cutting: Cutting,
+        batch_norm: Mode = "batch",
+        *,
+        has_aux: bool = False,
     ) -> None:
         """`sizes` is that of a micro-batch, or those of all."""
-        self._activated = _put_into_training(model)
+        is_frozen = batch_norm == "frozen"
+        self._activated = _put_into_training(model, (Dropout,) if is_frozen else (Dropout, BatchNorm))
+        if is_frozen:
+            freeze(model)
         self.model = model
         self.batch = batch
-        self.loss = loss
+        self.loss = without_aux(loss, has_aux=has_aux)
         self.weight = weight
         self.reduction: Reduction = reduction
         self._cutting = cutting
         micro_batches: Sequence[Any] = ()
         if isinstance(sizes, int):
-            has_norms = bool(batch_norms(model))
+            has_norms = bool(normalising(model))
             micro_batches, sizes = cutting(batch, sizes, avoid_single_sample=has_norms)  # as step() does
         self.parts: Sequence[Rows] = [
             range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)
@@ -211,7 +218,7 @@ class Trial:
         ]
 
     def layer_causes(self) -> list[str]:
-        return batch_norm_causes(batch_norms(self.model), "put them into eval mode")
+        return batch_norm_causes(normalising(self.model), REMEDY)
 
     def cut_elsewhere(self, is_mean: Callable[[Any, Any, Any], bool]) -> str | None:
         with self.without_hooks():
@@ -332,11 +339,11 @@ class Trial:
         self._random.restore()
 
 
-def _put_into_training(model: nn.Module) -> list[str]:
-    """Puts a model that is in eval mode into training mode, if it has layers that differ there; returns their names."""
+def _put_into_training(model: nn.Module, kinds: tuple[Any, ...]) -> list[str]:
+    """Puts a model that is in eval mode into training mode, if it has layers of these kinds; returns their names."""
     if model.training:
         return []
-    acting = [name for name, m in model.named_modules() if isinstance(m, Dropout | BatchNorm) and not m.training]
+    acting = [name for name, m in model.named_modules() if isinstance(m, kinds) and not m.training]
     if acting:
         model.train()
     return acting

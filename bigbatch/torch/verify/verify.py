@@ -19,6 +19,7 @@ from .. import batch as nest
 from .. import hooks
 from ..backward import Loss
 from ..batch import BatchAxis
+from ..batch_norm import Mode, check_mode
 from ..cutting import Cutting
 from ..internals import HOOKS_AFTER, HOOKS_BEFORE, uncompiled
 from ..random import random_state_kept
@@ -36,6 +37,8 @@ def verify(
     *,
     weight: Weight | None = None,
     reduction: Reduction = "mean",
+    batch_norm: Mode = "batch",
+    has_aux: bool = False,
     step: Loop | None = None,
     tolerance: float | None = None,
     dtype: torch.dtype | None = None,
@@ -58,11 +61,14 @@ def verify(
             the causes say so.
         batch: A batch that fits into memory as a whole: a tensor or a nest of tensors. Or a `Window` of micro-batches,
             of any sizes, which are concatenated to the full batch.
-        loss: `loss(model, micro_batch)` returns the mean over the micro-batch; a tuple for several terms.
+        loss: `loss(model, micro_batch)` returns the mean over the micro-batch; a tuple for several terms, or whatever
+            else the accumulator's loss may return.
         micro_batch_size: The number of samples in a micro-batch; not for a `Window`.
         weight: `weight(micro_batch)` returns the number of samples or tokens that the loss is a mean over. Samples if
             it is left out.
         reduction: "mean", or "sum" if the loss adds up.
+        batch_norm: What the `Accumulator` is given: with "frozen", BatchNorm layers use their running statistics.
+        has_aux: Whether the loss returns `(loss, aux)`, as for the accumulator. Aux is not compared.
         step: A loop of your own to check instead of the accumulator. `step(model, micro_batches)` leaves its gradients
             on the model it is given, or ends with a step of an optimizer that it makes for that model.
         tolerance: The largest relative error that counts as exact: 1e-9 in float64 if it is left out; in float32 it
@@ -79,6 +85,7 @@ def verify(
     cutting = Cutting(batch_axis, cut, num_samples)
     check_known(unknown, verify)
     check_loss("loss", loss)
+    check_mode("batch_norm", batch_norm)
     sizes: int | Sequence[int]
     if isinstance(batch, Window):
         batch, sizes = joined(batch, cutting)
@@ -91,7 +98,7 @@ def verify(
             transfer, own = transfer_for(list(twin.parameters())), _cast_to(batch, dtype)
             if transfer is not None:
                 own = transfer.brought(own)
-            trial = Trial(twin, own, loss, sizes, weight, reduction, cutting)
+            trial = Trial(twin, own, loss, sizes, weight, reduction, cutting, batch_norm, has_aux=has_aux)
             try:
                 found = audit(trial, tolerance, step)
             finally:
