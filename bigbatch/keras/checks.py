@@ -96,8 +96,8 @@ def check_replicas(num_replicas: int, has_own_loss: bool) -> None:
     """Raises OptionError if there are several replicas and the model has its own compute_loss."""
     if num_replicas > 1 and has_own_loss:
         raise OptionError(
-            f"the model has a loss function of its own and {num_replicas} replicas, and bigbatch cannot tell whether "
-            "it divides by them: pass compile() a loss instead, or train on one device"
+            f"the model has a compute_loss of its own, or loss=, and {num_replicas} replicas, and bigbatch cannot tell "
+            "whether it divides by them: pass compile() a loss instead, or train on one device"
         )
 
 
