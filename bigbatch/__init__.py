@@ -1,5 +1,6 @@
 """Train with the batch you want on the memory you have, and get exactly the same gradient."""
 
+from .core.elsewhere import elsewhere as _elsewhere
 from .core.errors import (
     BatchError,
     BigBatchError,
@@ -18,6 +19,7 @@ from .core.errors import (
 )
 from .core.history import History
 from .core.step import Step
+from .core.tensorboard import TensorBoard
 from .core.verify.result import Verification
 from .core.window import Window, windows
 
@@ -39,9 +41,24 @@ __all__ = [
     "RankError",
     "StateError",
     "Step",
+    "TensorBoard",
     "Verification",
     "WeightError",
     "Window",
     "__version__",
     "windows",
 ]
+
+_HOMES = {
+    "Accumulator": "torch or .tensorflow; for Keras use bigbatch.keras.accumulate, for JAX bigbatch.jax.value_and_grad",
+    "Checkpoints": "torch, .tensorflow or .jax",
+    "MicroBatch": "torch",
+    "train_with_accumulation": "torch or .tensorflow",
+    "verify": "torch, .tensorflow, .keras or .jax",
+    "accumulate": "keras",
+    "value_and_grad": "jax",
+    "grad": "jax",
+    "multi_steps": "jax",
+    "pad": "jax",
+}
+__getattr__ = _elsewhere(__name__, {name: f"import it from bigbatch.{home}" for name, home in _HOMES.items()})

@@ -3,7 +3,7 @@
 import reprlib
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -93,6 +93,9 @@ class Record:
     noise_scale: float | None
     lr: float | None
     num_samples: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the loss returned as aux, if it did."""
+    summed: tuple[str, ...] = ()
     seconds: float | None = None
     """Since training began. It is in times.jsonl, because the history is the same in every repetition of a run."""
 

@@ -31,19 +31,28 @@ def shared_size(parts: Sequence[tuple[str, int]], batch: Any, remedy: str = "", 
     return size
 
 
-def warn_of_batch_norm(names: Sequence[str], freeze: str, *, layer: str = "BatchNorm") -> bool:
-    """Warns that BatchNorm sees micro-batches; returns whether there is any.
+def one_batch(call: str, num: int) -> str:
+    """What to do if someone passes the parts of a batch, as in `step(x, y)`."""
+    return f"{call}() got {num} arguments: a batch is one, which may be a tuple, so pass {call}((x, y))"
+
+
+def warn_of_batch_norm(
+    names: Sequence[str], freeze: str, *, layer: str = "BatchNorm", has_pooled_statistics: bool = False
+) -> bool:
+    """Warns that the gradient depends on where the batch is cut; returns whether there is any such layer.
 
     Args:
         names: The layers that normalise by the batch they are given.
         freeze: How to freeze them in this framework: "put them into eval mode".
         layer: What the framework calls them.
+        has_pooled_statistics: Whether their running statistics are updated once, with those of the whole batch.
     """
     if names:
+        statistics = " (their running statistics are those of the whole batch)" if has_pooled_statistics else ""
         warn(
             f"{len(names)} {layer} layer{'s' * (len(names) != 1)} in training mode ({names[0]} first) normalise by the "
-            f"micro-batch, so the result is not that of the full batch: {freeze}, or use {_other_norms(layer)}, to be "
-            "exact; verify() shows how far apart it is"
+            f"micro-batch, so the gradient is not that of the full batch{statistics}: {freeze}, or use "
+            f"{_other_norms(layer)}, to be exact; verify() shows how far apart it is"
         )
     return bool(names)
 

@@ -6,9 +6,11 @@ from typing import Any
 
 from .errors import BatchError, OptionError
 from .history import History
-from .options import positive
+from .options import check_callable, positive
 from .step import Step
 from .window import AccumulationSteps, windows
+
+OnStep = Callable[[Step], Any]
 
 
 def run_epochs(
@@ -18,6 +20,7 @@ def run_epochs(
     epochs: int,
     flushed: Callable[[], Iterable[Step]] = tuple,
     is_stopped: Callable[[], bool] = lambda: False,
+    on_step: OnStep | None = None,
 ) -> History:
     """Calls `step` with every window of every epoch; returns the history.
 
@@ -28,7 +31,9 @@ def run_epochs(
         epochs: How many times to iterate over the data.
         flushed: Returns the steps that remain at the end of an epoch, including those of other ranks.
         is_stopped: Whether to stop after the step that was just taken.
+        on_step: Called with each step once it is in the history.
     """
+    check_callable("on_step", on_step)
     positive("epochs", epochs)
     if epochs > 1 and iter(data) is data:
         raise BatchError(
@@ -41,6 +46,8 @@ def run_epochs(
         before = len(history)
         for taken in chain(map(step, stream), flushed()):
             history.append(taken)
+            if on_step is not None:
+                on_step(taken)
             if is_stopped():
                 return history
         if isinstance(stream, windows):

@@ -1,6 +1,8 @@
 """`History`: the steps of a training run, epoch by epoch."""
 
+import csv
 import inspect
+import io
 import json
 import math
 import os
@@ -15,6 +17,7 @@ from .step import Step
 from .weight import as_terms, check_weight, share
 
 _FIELDS = frozenset(inspect.signature(Step).parameters)
+_COLUMNS = ("step", "epoch", "loss", "grad_norm", "num_micro_batches", "micro_batch_size", "is_applied")
 
 
 class History:
@@ -78,6 +81,31 @@ class History:
             path: The file to write. It is replaced if it exists.
         """
         write_whole(path, self.to_lines())
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Writes a table with one row per step, for a spreadsheet or `pandas.read_csv`.
+
+        Steps and epochs are counted from 0. Each metric has a column; a loss or a weight with several terms has one
+        for each: `terms.0`, `weight.0`. What is not known is left empty. If writing fails, a file that was there
+        before is unchanged.
+
+        Args:
+            path: The file to write. It is replaced if it exists.
+        """
+        rows = [_row(record) for record in self._records(0)]
+        text = io.StringIO(newline="")
+        table = csv.DictWriter(text, [*dict.fromkeys([*_COLUMNS, *(name for row in rows for name in row)])])
+        table.writeheader()
+        table.writerows(rows)
+        write_whole(path, text.getvalue().encode())
+
+    def __repr__(self) -> str:
+        """The number of steps and epochs, and the loss of the last epoch."""
+        losses = self.losses
+        last = f", loss {losses[-1]:.6g} in the last" if losses else ""
+        return (
+            f"History({len(self)} step{'s' * (len(self) != 1)} in {len(losses)} epoch{'s' * (len(losses) != 1)}{last})"
+        )
 
     def to_lines(self) -> bytes:
         """One JSON line per step."""
@@ -177,6 +205,20 @@ class History:
         if path is not None:
             figure.savefig(path)
         return figure
+
+
+def _row(record: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a step. A metric that has the name of another column is called `metrics.name`."""
+    row = {name: record[name] for name in _COLUMNS}
+    row |= _by_term("weight", record["weight"] if isinstance(record["weight"], list) else [record["weight"]])
+    if len(record["terms"]) > 1:
+        row |= _by_term("terms", record["terms"])
+    metrics = record.get("metrics", {})
+    return row | {f"metrics.{name}" if name in row else name: value for name, value in metrics.items()}
+
+
+def _by_term(name: str, values: Sequence[Any]) -> dict[str, Any]:
+    return {name: values[0]} if len(values) == 1 else {f"{name}.{k}": value for k, value in enumerate(values)}
 
 
 def _epoch_loss(steps: Iterable[Step]) -> float:

@@ -8,11 +8,31 @@ A check is a function `check(name, value)` that returns the value to keep, or ra
 same checks, so that an option means the same everywhere.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from .errors import OptionError
+
+_ELSEWHERE = {
+    "accumulation_steps": ("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps",
+                           "num_accumulation_steps", "accum_steps", "every_k_schedule", "num_micro_batches"),
+    "micro_batch_size": ("microbatch_size", "mini_batch_size", "chunk_size", "per_device_train_batch_size"),
+    "clip_norm": ("max_grad_norm", "gradient_clip_val", "clip_grad_norm", "grad_clip", "global_clipnorm", "clipnorm"),
+    "clip_value": ("clip_grad_value", "clipvalue"),
+    "loss": ("loss_fn", "criterion", "loss_function"),
+    "precision": ("mixed_precision", "amp", "autocast"),
+    "scaler": ("grad_scaler",),
+    "scheduler": ("lr_scheduler",),
+    "group": ("process_group",),
+}  # fmt: skip
+"""What other libraries call our options."""
+_CRITERIA = ("torch.nn.modules.loss", "torch.nn.functional", "keras.src.losses", "tf_keras.src.losses")
+"""The modules of losses that compare predictions with targets."""
+_MAX_LENGTH = 60
+"""Of the text of an option."""
 
 
 class Option:
@@ -96,6 +116,74 @@ def check_callable(name: str, value: Any) -> Any:
     if value is not None and not callable(value):
         raise OptionError(f"{name} is {value!r}: pass a function")
     return value
+
+
+def check_loss(name: str, value: Any) -> Any:
+    """For the loss: None or a function `loss(model, micro_batch)`, not one of predictions and targets."""
+    module = str(getattr(value, "__module__", ""))
+    if module.startswith(_CRITERIA):
+        kind = getattr(value, "__name__", type(value).__name__)
+        raise OptionError(
+            f"{name} is {kind}, which compares predictions with targets, but {name}(model, micro_batch) is called: "
+            f"pass {name}=lambda model, batch: {_called(kind, module)}"
+        )
+    return check_callable(name, value)
+
+
+def _called(criterion: str, module: str) -> str:
+    """How to call a criterion on a batch (x, y)."""
+    if module.startswith("torch"):
+        return f"{criterion}{'()' * criterion[0].isupper()}(model(batch[0]), batch[1])"
+    return f"{criterion}{'()' * criterion[0].isupper()}(batch[1], model(batch[0], training=True))"
+
+
+def check_known(unknown: Iterable[str], function: Callable[..., Any]) -> None:
+    """Raises OptionError with the right name if a function was called with options that it does not have.
+
+    It is for functions that end in `**unknown: Never`, with which a type checker still finds the mistake.
+
+    Args:
+        unknown: The names of these options.
+        function: The function, or the class whose constructor it is.
+    """
+    known = [name for name in inspect.signature(function).parameters if name != "unknown"]
+    for name in unknown:
+        ours = next((ours for ours, others in _ELSEWHERE.items() if name in others), None)
+        if ours == "accumulation_steps" and "micro_batch_size" in known:
+            remedy = "pass micro_batch_size, the number of samples in a micro-batch, if batches are to be cut"
+            if ours in known:
+                remedy += ", or accumulation_steps if you feed micro-batches"
+        elif found := [ours] if ours in known else get_close_matches(name, known, 1):
+            remedy = f"did you mean {found[0]}?"
+        else:
+            remedy = f"its options are {', '.join(known)}"
+        raise OptionError(f"{function.__name__} has no option {name}: {remedy}")
+
+
+def described(accumulator: Any) -> str:
+    """The repr of an object with options: those that are not at their default."""
+    parts = []
+    for name, parameter in inspect.signature(type(accumulator)).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        value = getattr(accumulator, name)
+        is_default = value == parameter.default if isinstance(value, str | Real) else value is parameter.default
+        if not is_default:
+            parts.append(_described(name, value))
+    return f"{type(accumulator).__name__}({', '.join(parts)})"
+
+
+def _described(name: str, value: Any) -> str:
+    if name in ("model", "optimizer", "scheduler"):
+        each = value if isinstance(value, tuple | list) else [value]
+        text = ", ".join(type(one).__name__ for one in each)
+        text = f"({text})" if isinstance(value, tuple | list) else text
+    elif callable(value):
+        text = getattr(value, "__name__", type(value).__name__)
+    else:
+        text = repr(value)
+        text = type(value).__name__ if text.startswith("<") or len(text) > _MAX_LENGTH else text
+    return text if name in ("model", "optimizer") else f"{name}={text}"
 
 
 def check_clip(name: str, value: Any) -> Any:

@@ -109,8 +109,9 @@ class Step:
         applied = "" if self.is_applied else ", not applied"
         size = "" if self.micro_batch_size is None else f" of {self.micro_batch_size}"
         norm = "" if self.grad_norm is None else f" grad_norm={self.grad_norm:.4g},"
+        metrics = "".join(f" {name}={value:.4g}," for name, value in self.metrics.items())
         return (
-            f"Step(loss={self.loss:.6g}, weight={self.weight},{norm} "
+            f"Step(loss={self.loss:.6g}, weight={self.weight},{metrics}{norm} "
             f"{self.num_micro_batches} micro-batch{'es' * (self.num_micro_batches != 1)}{size}{applied})"
         )
 

@@ -7,9 +7,10 @@ try:
 except ImportError as error:
     raise MissingExtraError('bigbatch.tensorflow needs TensorFlow: pip install "bigbatch[tensorflow]"') from error
 
+from . import weights
 from .accumulator import Accumulator
 from .checkpoints import Checkpoints
 from .train import train_with_accumulation
 from .verify.verify import verify
 
-__all__ = ["Accumulator", "Checkpoints", "train_with_accumulation", "verify"]
+__all__ = ["Accumulator", "Checkpoints", "train_with_accumulation", "verify", "weights"]

@@ -132,6 +132,7 @@ class Accumulator(tf.Module):
         self._update = Update(*of_model, self._skipped_steps, self._exclusive, clip_norm, clip_value)
         self._window = PartialWindow(*of_model, accumulation_steps)
         self._graphs = Graphs()
+        self._has_seen_labels = False
         self._is_traced = False
         """Whether the user has a tf.function that was traced with `add` or `flush` in it."""
         self._mean_loss: Loss | None = None
@@ -170,6 +171,10 @@ class Accumulator(tf.Module):
         self._check_before_step()
         with self._exclusive.hold("step()", range(self.strategy.num_replicas_in_sync)):
             self._window.check_whole()
+            if not self._has_seen_labels:
+                self._has_seen_labels = True  # only the first batch is looked at, since that waits for the device
+                if self.weight is None and self.reduction == "mean":
+                    checks.warn_of_uncounted_labels(batch[0] if isinstance(batch, Window) and batch else batch)
             if isinstance(batch, Window):
                 return self._update.step(self._step_window(batch))
             return self._update.step(self._step_batch(batch), self.micro_batch_size)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ..core import labels as core_labels
 from ..core.errors import GradientError, LossError, OptionError, OrderError, WeightError
 from ..core.weight import Terms, check_terms, is_number
 from .gradients import wide_dtype
@@ -32,6 +33,14 @@ def check_trainable(model: Any, *, is_called: bool) -> None:
     if not num and not is_called:
         raise OrderError("the model has no variables yet: call it on a batch once, then make the accumulator")
     raise OptionError(f"of the model's {num} variables 0 are trainable: set trainable = True where it is to learn")
+
+
+def warn_of_uncounted_labels(batch: Any) -> None:
+    """Warns if labels of the batch are ignored although no weight counts them. Waits for the device."""
+    found = core_labels.may_be_uncounted(batch)
+    is_array = isinstance(found, np.ndarray) or (isinstance(found, tf.Tensor) and found.dtype.is_integer)
+    if is_array and np.any(np.asarray(found) == core_labels.IGNORED):
+        core_labels.warn_of_uncounted("bigbatch.tensorflow")
 
 
 def name_of(variable: Any) -> str:

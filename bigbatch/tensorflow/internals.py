@@ -29,6 +29,11 @@ def is_for_xla() -> bool:
     return bool(control_flow_util.GraphOrParentsInXlaContext(ops.get_default_graph()))
 
 
+def current_graph() -> Any:
+    """The graph that is being traced; None in eager code."""
+    return None if tf.executing_eagerly() else ops.get_default_graph()
+
+
 def layers_of(model: Any) -> list[Any]:
     """All layers of a Keras model, including nested ones (Keras 3.15)."""
     return list(model._flatten_layers()) if hasattr(model, "_flatten_layers") else []

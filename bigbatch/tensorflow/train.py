@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ..core.epochs import check_one_way, run_epochs
+from ..core.epochs import OnStep, check_one_way, run_epochs
 from ..core.history import History
 from ..core.window import AccumulationSteps
 from .accumulator import Accumulator
@@ -19,6 +19,7 @@ def train_with_accumulation(
     epochs: int = 1,
     *,
     micro_batch_size: int | None = None,
+    on_step: OnStep | None = None,
     **options: Any,
 ) -> History:
     """Trains for some epochs and returns the history. With `accumulation_steps` it replaces the loop
@@ -44,9 +45,13 @@ def train_with_accumulation(
         accumulation_steps: The number of micro-batches in a window, or a function of the step number.
         epochs: How often to iterate over the data.
         micro_batch_size: The number of samples in a micro-batch, in place of `accumulation_steps`.
+        on_step: `on_step(step)` is called after each step: `bigbatch.TensorBoard(folder)`, or a function that logs. An
+            exception in it ends the training.
         **options: The other options of `Accumulator`: the weight, clipping and so on. If the accumulator stops at a
             step that is not finite, that step is the last of the history.
     """
     check_one_way(accumulation_steps, micro_batch_size)
     accumulator = Accumulator(model, optimizer, loss, micro_batch_size, **options)
-    return run_epochs(accumulator.step, data, accumulation_steps, epochs, is_stopped=lambda: accumulator.is_stopped)
+    return run_epochs(
+        accumulator.step, data, accumulation_steps, epochs, is_stopped=lambda: accumulator.is_stopped, on_step=on_step
+    )

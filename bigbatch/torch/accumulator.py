@@ -1,20 +1,33 @@
 """The accumulator: cut, accumulate, reduce, clip, apply."""
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from ..core.errors import Interrupted, OptionError, StateError
+from ..core.batch import one_batch
+from ..core.errors import BatchError, Interrupted, OptionError, StateError
 from ..core.nonfinite import NonFinite, OnNonFinite
-from ..core.options import Fixed, Option, OptionOf, check_callable, check_size, check_steps
+from ..core.options import (
+    Fixed,
+    Option,
+    OptionOf,
+    check_callable,
+    check_known,
+    check_loss,
+    check_size,
+    check_steps,
+    described,
+)
 from ..core.step import Step
+from ..core.verify.result import Verification
 from ..core.weight import Reduction, Terms, Weights, as_terms, check_reduction, check_weight, has_weight, totals
-from ..core.window import AccumulationSteps, steps_at
+from ..core.window import AccumulationSteps, Window, steps_at
 from . import checks
 from .backward import Backward, Loss
 from .batch import is_empty
@@ -94,7 +107,7 @@ class Accumulator:
     precision, accumulate_dtype = Fixed(), Fixed()
     capture, group, reduce = Fixed(), Fixed(), Fixed()
     scaler = Fixed('The GradScaler in use: yours, or ours with precision "fp16".')
-    loss, weight = Option(check_callable), Option(check_callable)
+    loss, weight = Option(check_loss), Option(check_callable)
     micro_batch_size = Option(check_size)
     accumulation_steps = Option(check_steps)
     clip_norm, clip_value, scheduler = OptionOf("_update"), OptionOf("_update"), OptionOf("_update")
@@ -121,7 +134,9 @@ class Accumulator:
         reduce: Reduce = "window",
         on_nonfinite: OnNonFinite = "skip",
         max_skipped: int | None = 32,
+        **unknown: Never,
     ) -> None:
+        check_known(unknown, Accumulator)
         check_reduction(reduction)
         checks.check_model(model)
         checks.check_optimizer(model, optimizer)
@@ -149,10 +164,15 @@ class Accumulator:
         self._backward = self._captured or self._eager
         self._batch_norms = checks.batch_norm_modules(model)
         self._has_warned_of_batch_norm = False
+        self._has_seen_labels = False
         self._window: PartialWindow | None = None
         """The open window of `micro_batch()`, or what an interrupted `step()` has done."""
         self.is_interrupted = False
         """Whether `interrupt` was called, and no step has stopped because of it yet."""
+
+    def __repr__(self) -> str:
+        """The options that are not at their default, and the number of steps."""
+        return f"{described(self)} after {self.num_steps} step{'s' * (self.num_steps != 1)}"
 
     @property
     def num_steps(self) -> int:
@@ -166,7 +186,7 @@ class Accumulator:
 
     # --- a batch, or a window of micro-batches -----------------------------------------------------------
 
-    def step(self, batch: Any) -> Step:
+    def step(self, batch: Any, *more: Never) -> Step:
         """Makes one step of the optimizer on the whole batch.
 
         If several ranks train the model together, the whole batch is that of all ranks, and every rank calls this; one
@@ -175,6 +195,8 @@ class Accumulator:
         Args:
             batch: A nest of tensors, which is cut along its leading axis, or a `Window` of micro-batches.
         """
+        if more:
+            raise BatchError(one_batch("step", 1 + len(more)))
         with self._exclusive.hold("step()"):
             cut, window, counts = self._cut_and_weigh(batch)  # micro-batches with their weights, and progress so far
             get_totals = self._ranks.agree(counts)  # starts to add up the total weight W; get_totals() waits for it
@@ -239,6 +261,10 @@ class Accumulator:
                 window.check_unchanged(self._gradients.versions())
                 window.check_trainable(self._gradients.parameters())
         self._window = None
+        if not self._has_seen_labels and cut.micro_batches:
+            self._has_seen_labels = True  # only the first batch is looked at, since that waits for the device
+            if self.weight is None and self.reduction == "mean":
+                checks.warn_of_uncounted_labels(batch if cut.is_cut else cut.micro_batches[0])
         if self._batch_norms:
             self._warn_of_batch_norm(len(cut.weights))
         if self._time_axis.has_layers:
@@ -303,7 +329,8 @@ class Accumulator:
                     optimizer.step()
                     optimizer.zero_grad()
 
-        `micro.step` is the `Step` if this micro-batch was its window's last, else None.
+        `micro.step` is the `Step` if this micro-batch was its window's last, else None. `micro.skip()` leaves a
+        micro-batch out.
 
         Args:
             weight: Over how many samples or tokens the loss is a mean. A tuple if the loss has several terms, each of
@@ -325,7 +352,7 @@ class Accumulator:
             window = self._open(terms, num_wanted)
             if self._batch_norms:
                 self._warn_of_batch_norm(num)
-            micro = MicroBatch(partial(self._eager.feed, window, terms))
+            micro = MicroBatch(partial(self._eager.feed, window, terms), can_skip=not self._ranks.is_sharded)
             try:
                 with (
                     self._ranks.passing(is_last=False) if self._ranks.is_distributed else _NOTHING,
@@ -333,7 +360,7 @@ class Accumulator:
                 ):
                     yield micro
                 micro.check_fed()
-                self._window = window
+                self._window = window if len(window) else None  # none was begun by a block that was skipped
             except BaseException as error:
                 window.seen = self._gradients.versions()
                 if micro.has_begun:
@@ -440,6 +467,34 @@ class Accumulator:
     def _warn_of_batch_norm(self, num_micro_batches: int) -> None:
         if num_micro_batches > 1 and not self._has_warned_of_batch_norm:
             self._has_warned_of_batch_norm = checks.warn_of_batch_norm(self.model)
+
+    # --- verification ------------------------------------------------------------------------------------
+
+    def verify(self, batch: Any, *, tolerance: float | None = None, dtype: torch.dtype | None = None) -> Verification:
+        """Compares the accumulated gradient of a batch with that of the full batch, and names the cause if they differ.
+
+            print(accumulator.verify(batch))
+
+        stands for
+
+            print(verify(accumulator.model, batch, accumulator.loss, accumulator.micro_batch_size, …))
+
+        with all options that the accumulator and `verify` share. It works on a copy of the model, and changes nothing.
+
+        Args:
+            batch: A batch that fits into memory as a whole, or a `Window` of micro-batches.
+            tolerance: The largest relative error that counts as exact, as for `verify`.
+            dtype: torch.float64 or torch.float32, as for `verify`.
+        """
+        from .verify.verify import verify  # which needs this class
+
+        if self.loss is None:
+            raise OptionError("verify() needs a loss: pass Accumulator(model, optimizer, loss, …)")
+        if self.micro_batch_size is None and not isinstance(batch, Window):
+            raise OptionError("verify() does not know where to cut the batch: set micro_batch_size, or pass a Window")
+        own, wanted = (inspect.signature(function).parameters for function in (Accumulator, verify))
+        options = {name: getattr(self, name) for name in wanted if name in own and name != "unknown"}
+        return verify(batch=batch, tolerance=tolerance, dtype=dtype, **options)
 
     # --- interruption ------------------------------------------------------------------------------------
 

@@ -4,16 +4,21 @@ import inspect
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..core import batch as core_batch
+from ..core import labels as core_labels
 from ..core.errors import OptionError
 from .internals import BatchNorm, is_stepped_in_backward
 
 
 def check_model(model: Any) -> None:
+    if isinstance(model, torch.optim.Optimizer):
+        raise OptionError(
+            f"model is a {type(model).__name__}, an optimizer: the model comes first, Accumulator(model, optimizer, …)"
+        )
     if not (callable(getattr(model, "parameters", None)) and callable(getattr(model, "modules", None))):
         raise OptionError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
 
@@ -87,6 +92,13 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 def warn_of_batch_norm(model: nn.Module) -> bool:
     """Warns that BatchNorm sees micro-batches; returns whether it does."""
     return core_batch.warn_of_batch_norm(batch_norms(model), "put them into eval mode")
+
+
+def warn_of_uncounted_labels(batch: Any) -> None:
+    """Warns if labels of the batch are ignored although no weight counts them. Waits for the device."""
+    found = core_labels.may_be_uncounted(batch)
+    if isinstance(found, Tensor) and found.dtype in (torch.int64, torch.int32) and (found == core_labels.IGNORED).any():
+        core_labels.warn_of_uncounted("bigbatch.torch")
 
 
 def batch_norms(model: nn.Module) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.epochs import check_one_way, run_epochs
+from ..core.epochs import OnStep, check_one_way, run_epochs
 from ..core.history import History
 from ..core.window import AccumulationSteps
 from .accumulator import Accumulator
@@ -22,6 +22,7 @@ def train_with_accumulation(
     epochs: int = 1,
     *,
     micro_batch_size: int | None = None,
+    on_step: OnStep | None = None,
     **options: Any,
 ) -> History:
     """Trains for some epochs and returns the history. With `accumulation_steps` it replaces the loop
@@ -46,6 +47,8 @@ def train_with_accumulation(
         accumulation_steps: The number of micro-batches in a window, or a function of the step number.
         epochs: Number of passes over the data.
         micro_batch_size: The number of samples in a micro-batch, in place of `accumulation_steps`.
+        on_step: `on_step(step)` is called after each step: `bigbatch.TensorBoard(folder)`, or a function that logs. An
+            exception in it ends the training.
         **options: The other options of `Accumulator`: the weight, clipping, a schedule and so on. If the accumulator
             stops at a step that is not finite, that step is the last of the history.
     """
@@ -54,5 +57,5 @@ def train_with_accumulation(
         model, optimizer, loss, micro_batch_size, accumulation_steps=accumulation_steps, **options
     )
     return run_epochs(
-        accumulator.step, data, accumulation_steps, epochs, accumulator.flushed, lambda: accumulator.is_stopped
+        accumulator.step, data, accumulation_steps, epochs, accumulator.flushed, lambda: accumulator.is_stopped, on_step
     )

@@ -271,8 +271,10 @@ class MicroBatch:
         step: The step that this micro-batch completed, once the block has ended; None if its window goes on.
     """
 
-    def __init__(self, feed: Callable[["MicroBatch", Any], None]) -> None:
+    def __init__(self, feed: Callable[["MicroBatch", Any], None], *, can_skip: bool) -> None:
         self._feed = feed
+        self._can_skip = can_skip
+        self.is_skipped = False
         self.has_begun = False  # something may have been added
         self.is_fed = False  # all of it was
         self.is_over = False
@@ -288,12 +290,43 @@ class MicroBatch:
             raise OrderError("micro.backward was called after its block, where nothing is added: call it in the block")
         if self.has_begun:
             raise OrderError("micro.backward was called twice in one micro-batch: add the losses up before")
+        if self.is_skipped:
+            raise OrderError("micro.backward was called after micro.skip(): call one of them")
         self._feed(self, as_terms(loss))
+
+    def skip(self) -> None:
+        """Leaves this micro-batch out, instead of `backward`: the window continues as if it had not been.
+
+            with accumulator.micro_batch(weight=len(y)) as micro:
+                loss = criterion(model(x), y)
+                if loss.isfinite():
+                    micro.backward(loss)
+                else:
+                    micro.skip()
+
+        The window still gets its `accumulation_steps` micro-batches. Random numbers that were drawn stay drawn, and
+        BatchNorm's running statistics stay updated. With DistributedDataParallel each rank may skip its own; with
+        fully_shard none can, since all ranks run each micro-batch together.
+        """
+        if self.is_over:
+            raise OrderError("micro.skip was called after its block: call it in the block")
+        if self.has_begun:
+            raise OrderError("micro.skip was called after micro.backward, which added the gradient: call one of them")
+        if not self._can_skip:
+            raise OrderError(
+                "micro.skip was called on a model in fully_shard, whose ranks run each micro-batch together, so the "
+                "others would wait forever: leave the micro-batch out on all ranks before the block"
+            )
+        self.is_skipped = True
 
     def check_fed(self) -> None:
         """At the end of the block: raises OrderError unless `backward` was called once, and succeeded."""
+        if self.is_skipped:
+            return
         if not self.has_begun:
-            raise OrderError("micro.backward(loss) was not called in this micro-batch: call it once in the block")
+            raise OrderError(
+                "micro.backward(loss) was not called in this micro-batch: call it once in the block, or micro.skip()"
+            )
         if not self.is_fed:
             raise OrderError(
                 "micro.backward(loss) failed in this micro-batch, but the block continued: "

@@ -1,15 +1,18 @@
 """Which packages an import brings along, tested in a new process, because this one has them already."""
 
 import importlib.util
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import bigbatch
 
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax"}
-HEAVY = FRAMEWORKS | {"matplotlib", "transformers", "typer", "rich"}
+HEAVY = FRAMEWORKS | {"matplotlib", "tensorboard", "transformers", "typer", "rich"}
 
 
 def run(code):
@@ -58,6 +61,7 @@ def test_public_names():
         "RankError",
         "StateError",
         "Step",
+        "TensorBoard",
         "Verification",
         "WeightError",
         "Window",
@@ -68,14 +72,42 @@ def test_public_names():
 
 
 @pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Accumulator", "bigbatch has no Accumulator: import it from bigbatch.torch or .tensorflow; for Keras use"),
+        ("verify", "bigbatch has no verify: import it from bigbatch.torch, .tensorflow, .keras or .jax"),
+        ("value_and_grad", "bigbatch has no value_and_grad: import it from bigbatch.jax"),
+    ],
+)
+def test_a_name_of_a_framework_says_where_it_is(name, told):
+    with pytest.raises(ImportError, match=re.escape(told)):
+        exec(f"from bigbatch import {name}")
+
+
+def test_other_names_are_missing_as_in_any_module():
+    with pytest.raises(ImportError, match="cannot import name 'nothing' from 'bigbatch'"):
+        from bigbatch import nothing  # noqa: F401
+    with pytest.raises(AttributeError, match="module 'bigbatch' has no attribute 'nothing'"):
+        bigbatch.nothing  # noqa: B018
+    assert not hasattr(bigbatch, "nothing")
+
+
+def test_the_extra_all_is_all_extras():
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    (everything,) = extras.pop("all")
+    assert re.fullmatch(r"bigbatch\[(.*)\]", everything)[1].split(",") == list(extras)
+
+
+@pytest.mark.parametrize(
     ("framework", "names"),
     [
         pytest.param(
             "torch",
-            ["Accumulator", "Checkpoints", "MicroBatch", "train_with_accumulation", "verify"],
+            ["Accumulator", "Checkpoints", "MicroBatch", "train_with_accumulation", "verify", "weights"],
             marks=needs_torch,
         ),
-        ("jax", ["Checkpoints", "grad", "multi_steps", "pad", "value_and_grad", "verify"]),
+        ("jax", ["Checkpoints", "grad", "multi_steps", "pad", "value_and_grad", "verify", "weights"]),
     ],
 )
 def test_a_framework_has_these_names_and_imports_no_other_framework(framework, names):

@@ -1,12 +1,15 @@
+import csv
 import json
 import math
 import subprocess
 import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
 
-from bigbatch import History, StateError, Step
+from bigbatch import History, MissingExtraError, OptionError, StateError, Step, TensorBoard
+from bigbatch.core.epochs import run_epochs
 
 
 def step(terms=(1.0,), weight=1, **options):
@@ -87,6 +90,167 @@ def test_repr_says_what_was_done():
     assert "not applied" in repr(step(is_applied=False))
 
 
+# --- aux and metrics ---------------------------------------------------------------------------------------
+
+
+def test_a_step_without_aux_has_none():
+    s = step()
+    assert (s.aux, s.metrics, s.summed) == (None, {}, ())
+    assert "metrics" not in s.as_dict()
+    assert "summed" not in s.as_dict()
+    assert s.without_aux() is s
+
+
+def test_metrics_and_aux_are_fetched_once_and_only_when_read():
+    aux, metrics = Fetch({"logits": [1.0, 2.0]}), Fetch()
+    s = step(aux=lambda: aux()[0], metrics=lambda: metrics() or {"accuracy": 0.5})
+    assert (aux.num_calls, metrics.num_calls) == (0, 0)
+    for _ in range(2):
+        assert s.aux == {"logits": [1.0, 2.0]}
+        assert s.metrics == {"accuracy": 0.5}
+    assert (aux.num_calls, metrics.num_calls) == (1, 1)
+
+
+def test_a_history_fetches_no_aux_and_no_metrics():
+    aux, metrics = Fetch(), Fetch()
+    made = history([step(aux=aux, metrics=metrics)])
+    assert made.steps[0].aux is None
+    assert (aux.num_calls, metrics.num_calls) == (0, 0)
+
+
+def test_a_history_keeps_metrics_and_drops_aux_but_the_step_keeps_both():
+    s = step(aux={"logits": [1.0]}, metrics={"accuracy": 0.5}, summed=("correct",))
+    (kept,) = history([s]).steps
+    assert (kept.aux, kept.metrics, kept.summed) == (None, {"accuracy": 0.5}, ("correct",))
+    assert kept.loss == s.loss
+    assert s.aux == {"logits": [1.0]}
+
+
+def test_as_dict_has_metrics_as_plain_numbers():
+    s = step(metrics={"accuracy": np.float32(0.5), "correct": np.int64(3)}, summed=("correct",))
+    found = s.as_dict()
+    assert found["metrics"] == {"accuracy": 0.5, "correct": 3.0}
+    assert {type(value) for value in found["metrics"].values()} == {float}
+    assert found["summed"] == ["correct"]
+    assert "aux" not in found
+
+
+def test_repr_shows_metrics():
+    text = repr(step((0.125,), 32, grad_norm=None, metrics={"accuracy": 0.90625, "correct": 29.0}))
+    assert text == "Step(loss=0.125, weight=32, accuracy=0.9062, correct=29, 2 micro-batches of 4)"
+
+
+def test_metrics_of_an_epoch_are_means_by_weight_and_sums():
+    steps = [
+        step(weight=16, metrics={"accuracy": 0.5, "correct": 8.0}, summed=("correct",)),
+        step(weight=4, metrics={"accuracy": 1.0, "correct": 4.0}, summed=("correct",)),
+    ]
+    made = history(steps, steps[1:])
+    assert made.metrics == {"accuracy": pytest.approx([0.6, 1.0]), "correct": [12.0, 4.0]}
+    assert made.metrics["accuracy"][0] != pytest.approx(0.75)  # the mean of means
+
+
+def test_metrics_count_by_the_weight_of_the_first_term():
+    made = history([step((1.0, 1.0), (3, 100), metrics={"m": 0.0}), step((1.0, 1.0), (1, 900), metrics={"m": 1.0})])
+    assert made.metrics == {"m": [0.25]}
+
+
+def test_a_metric_that_some_steps_do_not_have():
+    made = history([step(weight=2, metrics={"m": 1.0}), step(weight=6)], [step()], [step(metrics={"n": 2.0})])
+    assert made.metrics == {"m": [1.0, pytest.approx(math.nan, nan_ok=True), pytest.approx(math.nan, nan_ok=True)],
+                            "n": [pytest.approx(math.nan, nan_ok=True)] * 2 + [2.0]}  # fmt: skip
+
+
+def test_metrics_leave_out_steps_without_weight_and_keep_nan_with_weight():
+    made = history([step(weight=0, metrics={"m": math.nan}), step(weight=3, metrics={"m": 0.5})])
+    assert made.metrics == {"m": [0.5]}
+    made = history([step(weight=0, metrics={"m": 1.0})], [step(weight=1, metrics={"m": math.nan})])
+    assert all(map(math.isnan, made.metrics["m"]))
+
+
+def test_an_empty_history_has_no_metrics():
+    assert History().metrics == {}
+
+
+def test_metrics_are_the_same_after_saving_and_loading(tmp_path):
+    made = history(
+        [step(weight=3, metrics={"a.b": 0.1, "nan": math.nan, "inf": -math.inf}, summed=("nan",)), step()],
+        [step(weight=1, metrics={"a.b": 1 / 3})],
+    )
+    made.save(tmp_path / "history.jsonl")
+    loaded = History.load(tmp_path / "history.jsonl")
+    assert [repr(s.metrics) for s in loaded] == [repr(s.metrics) for s in made]
+    assert [s.summed for s in loaded] == [("nan",), (), ()]
+    assert repr(loaded.metrics) == repr(made.metrics)
+    loaded.save(tmp_path / "again.jsonl")
+    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "history.jsonl").read_bytes()
+
+
+def test_a_file_from_before_there_were_metrics_is_read(tmp_path):
+    lines = good_lines(tmp_path)
+    assert not any("metrics" in line or "summed" in line for line in lines)
+    assert History.load(tmp_path / "history.jsonl").metrics == {}
+
+
+@pytest.mark.parametrize("bad", ['{"m": "high"}', '{"m": [1]}', "[1]", "3"])
+def test_metrics_that_are_none_are_a_damaged_line(tmp_path, bad):
+    path = tmp_path / "history.jsonl"
+    history([step(metrics={"m": 1.0})]).save(path)
+    path.write_text(path.read_text(encoding="utf-8").replace('{"m": 1.0}', bad), encoding="utf-8")
+    with pytest.raises(StateError, match=r"line 1 of .* is not a step of a history"):
+        History.load(path)
+
+
+# --- a table -----------------------------------------------------------------------------------------------
+
+
+def table(made, path):
+    made.to_csv(path)
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_table_has_a_row_for_each_step(tmp_path):
+    made = history(
+        [step((1 / 3,), 16, metrics={"accuracy": 0.5}), step((2.0,), 4, grad_norm=None, is_applied=False)],
+        [step((math.nan,), 0, micro_batch_size=None, metrics={"accuracy": 0.1, "correct": 3.0})],
+    )
+    first, second, third = table(made, tmp_path / "history.csv")
+    assert first == {
+        "step": "0", "epoch": "0", "loss": repr(1 / 3), "grad_norm": "1.0", "num_micro_batches": "2",
+        "micro_batch_size": "4", "is_applied": "True", "weight": "16", "accuracy": "0.5", "correct": "",
+    }  # fmt: skip
+    assert (second["grad_norm"], second["is_applied"], second["accuracy"]) == ("", "False", "")
+    assert (third["step"], third["epoch"], third["loss"], third["correct"]) == ("2", "1", "nan", "3.0")
+
+
+def test_a_table_has_columns_for_terms_and_for_metrics_named_like_others(tmp_path):
+    made = history([step((1.0, 0.5), (3, 60), metrics={"loss": 7.0, "a, b": 1.0})])
+    (row,) = table(made, tmp_path / "history.csv")
+    assert (row["loss"], row["terms.0"], row["terms.1"], row["weight.0"], row["weight.1"]) == (
+        "1.5", "1.0", "0.5", "3", "60",
+    )  # fmt: skip
+    assert (row["metrics.loss"], row["a, b"]) == ("7.0", "1.0")
+
+
+def test_a_table_without_steps_has_its_header(tmp_path):
+    assert table(History(), tmp_path / "history.csv") == []
+    assert (tmp_path / "history.csv").read_text(encoding="utf-8").startswith("step,epoch,loss,")
+
+
+def test_a_table_that_fails_leaves_the_old_file(tmp_path):
+    def lost():
+        raise RuntimeError("the device is gone")
+
+    path = tmp_path / "history.csv"
+    history([step()]).to_csv(path)
+    before = path.read_bytes()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        history([step(), step(lost)]).to_csv(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["history.csv"]
+
+
 # --- History ---------------------------------------------------------------------------------------------
 
 
@@ -139,6 +303,67 @@ def test_steps_in_order():
     assert made.steps == steps
     assert list(made) == steps
     assert len(made) == 5
+
+
+def test_repr_of_a_history():
+    assert repr(History()) == "History(0 steps in 0 epochs)"
+    assert repr(history([step((2.0,))])) == "History(1 step in 1 epoch, loss 2 in the last)"
+    made = history([step((2.0,)), step((4.0,), 3)], [step((1.0,), 1), step((0.5,), 3)])
+    assert repr(made) == "History(4 steps in 2 epochs, loss 0.625 in the last)"
+
+
+# --- epochs ------------------------------------------------------------------------------------------------
+
+
+def test_on_step_is_called_with_each_step_and_its_aux():
+    seen, fetch = [], Fetch(2.0)
+    made = run_epochs(lambda batch: step(fetch, aux=batch), ["a", "b"], None, 2, on_step=seen.append)
+    assert [s.aux for s in seen] == ["a", "b"] * 2
+    assert [s.aux for s in made] == [None] * 4
+    assert fetch.num_calls == 0  # nobody has read the loss
+
+
+def test_an_exception_in_on_step_ends_the_training():
+    taken = []
+
+    def stop(_):
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        run_epochs(lambda batch: taken.append(batch) or step(), [1, 2], None, 1, on_step=stop)
+    assert taken == [1]
+
+
+def test_on_step_must_be_a_function():
+    with pytest.raises(OptionError, match="on_step is 'runs': pass a function"):
+        run_epochs(lambda _: step(), [1], None, 1, on_step="runs")
+
+
+# --- TensorBoard -------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_has_the_figures_of_each_step(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.notf", ModuleType("notf"))  # or it imports TensorFlow
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = TensorBoard(tmp_path, first_step=10)
+    log(step((2.0,), metrics={"accuracy": 0.5}))
+    log(step((math.nan,), grad_norm=None, metrics={"accuracy": 0.75}))
+    log.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    found = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert found == {"loss": [(11, 2.0)], "grad_norm": [(11, 1.0)], "accuracy": [(11, 0.5), (12, 0.75)]}
+
+
+def test_without_tensorboard_the_extra_is_named(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(
+        MissingExtraError, match=r'TensorBoard needs tensorboard: pip install "bigbatch\[tensorboard\]"'
+    ):
+        TensorBoard(tmp_path)
 
 
 # --- saving ----------------------------------------------------------------------------------------------

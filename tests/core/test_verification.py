@@ -81,6 +81,33 @@ def test_table_of_an_inexact_one():
     )
 
 
+def test_the_table_of_a_large_model_fits_on_a_screen():
+    errors = {f"layers.{k}.weight": k * 1e-13 for k in range(300)}
+    found = judge(errors, [f"BatchNorm ({', '.join(errors)})"], 1e-9)
+    lines = str(found).splitlines()
+    assert len(lines) == 15
+    assert lines[2].split() == ["layers.299.weight", "3.0e-11"]
+    assert lines[11].split() == ["layers.290.weight", "2.9e-11"]
+    assert lines[12] == "and 290 more with an error of at most 2.9e-11"
+    assert lines[13].startswith("exact")
+    assert len(lines[14]) < 1100
+    assert len(found.errors) == 300
+    assert found.causes[0].endswith("layers.299.weight)")
+
+
+@pytest.mark.parametrize("num", [10, 11])
+def test_ten_errors_are_shown(num):
+    lines = str(judge({f"p{k}": 0.0 for k in range(num)}, [], 1e-9)).splitlines()
+    assert [line for line in lines if line.startswith("and ")] == ["and 1 more with an error of at most 0.0e+00"] * (
+        num - 10
+    )
+
+
+def test_an_error_of_nan_comes_first():
+    errors = {f"p{k}": 0.5 for k in range(20)} | {"bad": math.nan}
+    assert str(judge(errors, [], 1e-9)).splitlines()[2].split() == ["bad", "nan"]
+
+
 def test_print_shows_the_table(capsys):
     verification = judge({"a": 0.5}, [], 1e-9)
     print(verification)

@@ -16,7 +16,7 @@ from tests.house import tree
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-ELSEWHERE = ("tensorflow.md", "keras.md", "jax.md", "distributed.md")
+ELSEWHERE = ("tensorflow.md", "keras.md", "jax.md", "distributed.md", "normalisation.md")
 
 
 def blocks() -> Iterator[Any]:

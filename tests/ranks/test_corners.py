@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch import BatchError, GradientError, OptionError, RankError, WeightError
+from bigbatch import BatchError, GradientError, OptionError, OrderError, RankError, WeightError
 from bigbatch.torch import Accumulator
 from tests.problems import IGNORED
 from tests.torch.training import Batch, flat, make_loss, make_model, sgd
@@ -415,3 +415,42 @@ def test_sums_wider_than_the_model_can_reduce(wrap: str) -> None:
     model, how = wrapped(nn.Linear(3, 1), wrap)
     with pytest.raises(OptionError, match=r"torch.float64: leave accumulate_dtype"):
         Accumulator(model, sgd(model), F.mse_loss, 2, accumulate_dtype=torch.float64, **how)
+
+
+# --- micro-batches that are left out ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1, 2, 3]], ids=["on one rank", "on all"])
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_skipped_micro_batch(rank: int, size: int, ranks: list[int], place: str) -> None:
+    """After a forward pass, in which DDP expects a backward pass. Ranks then fill their windows at other times."""
+    work = Work("samples", [[8, 3] * (size // 2)] * 2)
+    accumulator, before = make(work, "ddp", accumulation_steps=100)
+    loss = make_loss(work.problem)
+
+    def skip() -> None:
+        if rank in ranks:
+            with accumulator.micro_batch(weight=7) as micro:
+                loss(accumulator.model, work.batches[0])
+                micro.skip()
+
+    for batch in work.own(rank):
+        if place == "first":
+            skip()
+        by_micro_batch(accumulator, [batch], loss)  # flushes
+        if place == "last":
+            skip()
+    assert accumulator.flush() is None
+    assert_exact(accumulator, before, work)
+
+
+@pytest.mark.parametrize("reduce", ["window", "micro_batch"])
+def test_with_fully_shard_skip_is_refused(rank: int, size: int, reduce: str) -> None:
+    work = Work("samples", [[8] * size])
+    model = sharded(make_model(work.problem))
+    accumulator = Accumulator(model, sgd(model), accumulation_steps=2, reduce=reduce)
+    with (
+        pytest.raises(OrderError, match="leave the micro-batch out on all ranks before the block"),
+        accumulator.micro_batch(weight=8) as micro,
+    ):
+        micro.skip()

@@ -73,7 +73,9 @@ def test_batches_are_cut_as_usual_if_one_sample_is_enough() -> None:
 @pytest.mark.parametrize(("size", "micro_batch_size"), [(7, 3), (9, 4), (13, 4), (8, 3)])
 @pytest.mark.parametrize("is_training", [True, False])
 def test_verify_cuts_where_step_does(size: int, micro_batch_size: int, is_training: bool) -> None:
-    model = make().train(is_training)
+    model = make()
+    for layer in model:  # a whole model in eval mode is compared in training mode
+        layer.train(is_training)
     seen: list[int] = []
 
     def loop(model: nn.Module, micro_batches: list[Any]) -> None:

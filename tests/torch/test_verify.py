@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import BatchError, LossError, OptionError
-from bigbatch.torch import verify
+from bigbatch import BatchError, LossError, OptionError, Window
+from bigbatch.torch import Accumulator, verify
 from tests.problems import IGNORED, Problem, problems, tokens
 
 from .training import Language, make_batches, make_loss, make_model, make_weight
@@ -560,3 +560,148 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(num: int) -> None
         tracemalloc.stop()
     assert "but `weight` says" in only(found.causes)
     assert peak < 12 * size, f"{peak / size:.1f} times the model"
+
+
+# --- a model in eval mode --------------------------------------------------------------------------------
+
+
+def test_a_model_in_eval_mode_is_compared_in_training_mode() -> None:
+    model = classifier(nn.BatchNorm1d(12), nn.Dropout(0.2)).eval()
+    found = verify(model, data(), loss, 8)
+    assert not found
+    assert any("BatchNorm in training mode (2)" in cause for cause in found.causes)
+    assert "the model is in eval mode, so a copy in training mode was compared" in found.causes[-1]
+    assert "act: 2, 3; if you" in found.causes[-1]
+    assert not any(module.training for module in model.modules())
+
+
+def test_layers_that_are_in_eval_mode_alone_stay_there() -> None:
+    model = classifier(nn.BatchNorm1d(12))
+    model[2].eval()
+    found = verify(model, data(), loss, 8)
+    assert found.is_exact, str(found)
+    assert found.causes == ()
+
+
+def test_a_model_in_eval_mode_without_such_layers_is_compared_as_it_is() -> None:
+    found = verify(classifier().eval(), data(), loss, 8)
+    assert found.is_exact
+    assert found.causes == ()
+
+
+# --- a window --------------------------------------------------------------------------------------------
+
+
+def windowed(sizes: list[int]) -> Window[Batch]:
+    x, y = data(sum(sizes))
+    return Window(zip(x.split(sizes), y.split(sizes), strict=True))
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 3, 11], [5, 1], [7, 7, 2]], ids=str)
+def test_a_window_of_any_sizes_is_compared_with_its_micro_batches_together(sizes: list[int]) -> None:
+    found = verify(classifier(), windowed(sizes), loss)
+    assert found.is_exact, str(found)
+    assert found.causes == ()
+
+
+def test_a_window_shows_a_wrong_weight() -> None:
+    found = verify(classifier(), windowed([1, 2, 3, 11]), loss, weight=lambda batch: 1)
+    assert not found
+    assert found.max_error > 0.01
+
+
+def test_a_window_of_dicts_with_parts_that_are_not_per_sample() -> None:
+    x, y = data(9)
+    scale = torch.tensor(2.0)
+    window = Window({"y": y[i:j], "extra": (x[i:j], scale, "name")} for i, j in ((0, 2), (2, 9)))
+    found = verify(classifier(), window, lambda m, b: b["extra"][1] * loss(m, (b["extra"][0], b["y"])))
+    assert found.is_exact, str(found)
+
+
+def test_a_loop_of_your_own_is_given_the_windows_micro_batches() -> None:
+    seen = []
+
+    def step(model: nn.Module, micro_batches: list[Batch]) -> None:
+        seen.append([len(y) for _, y in micro_batches])
+        for part in micro_batches:
+            (loss(model, part) * len(part[1]) / 17).backward()
+
+    assert verify(classifier(), windowed([1, 2, 3, 11]), loss, step=step)
+    assert seen[0] == [1, 2, 3, 11]
+
+
+@pytest.mark.parametrize(
+    ("window", "told"),
+    [
+        (Window([]), "the window has 0 micro-batches"),
+        (
+            Window([torch.zeros(2, 3), torch.zeros(2, 4)]),
+            r"samples of micro_batch differ \(\(3,\) of",
+        ),
+        (
+            Window([(torch.zeros(2), 1), (torch.zeros(2), 2)]),
+            r"micro_batch\[1\]\[1\] has no samples but is not",
+        ),
+        (Window([(torch.zeros(2), 1), torch.zeros(2)]), r"micro_batch\[1\] has other parts than micro_batch\[0\]"),
+        (Window([torch.zeros(2), torch.zeros(0)]), r"micro_batch\[1\] has 0 samples"),
+    ],
+)
+def test_a_window_that_cannot_be_concatenated_says_why(window: Window[Any], told: str) -> None:
+    with pytest.raises(BatchError, match=told):
+        verify(classifier(), window, loss)
+
+
+# --- accumulator.verify ----------------------------------------------------------------------------------
+
+
+def accumulator_of(model: nn.Module, **options: Any) -> Accumulator:
+    return Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, **options)
+
+
+def test_an_accumulator_verifies_itself_and_is_left_as_it_was() -> None:
+    accumulator = accumulator_of(classifier(), micro_batch_size=8, accumulation_steps=2)
+    batch = data(16)
+    with accumulator.micro_batch(weight=16) as micro:  # in an open window too
+        micro.backward(loss(accumulator.model, batch))
+    random = torch.random.get_rng_state()
+    found = accumulator.verify(data())
+    assert found.is_exact, str(found)
+    assert accumulator.verify(windowed([1, 5])).is_exact
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert accumulator.num_fed == 1
+    assert accumulator.num_steps == 0
+    with accumulator.micro_batch(weight=16) as micro:
+        micro.backward(loss(accumulator.model, batch))
+    assert micro.step.num_micro_batches == 2
+
+
+@pytest.mark.parametrize("problem", problems(), ids=lambda problem: problem.name)
+def test_an_accumulator_verifies_with_its_own_weight_and_size(problem: Problem) -> None:
+    model = make_model(problem)
+    weight = make_weight(problem)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(model, optimizer, make_loss(problem), problem.micro_batch_size, weight=weight)
+    found = accumulator.verify(make_batches(problem)[0])
+    assert found.is_exact, str(found)
+    if problem.kind == "tokens":
+        accumulator.weight = None  # a mean of means
+        assert not accumulator.verify(make_batches(problem)[0])
+
+
+def test_an_accumulator_of_sums_verifies_sums() -> None:
+    def summed(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert Accumulator(model, optimizer, summed, 8, reduction="sum").verify(data())
+    assert not Accumulator(model, optimizer, summed, 8).verify(data())
+
+
+def test_an_accumulator_that_cannot_verify_says_why() -> None:
+    with pytest.raises(OptionError, match=r"verify\(\) does not know where to cut the batch: set micro_batch_size, or"):
+        accumulator_of(classifier()).verify(data())
+    accumulator = accumulator_of(classifier())
+    accumulator.loss = None
+    with pytest.raises(OptionError, match=r"verify\(\) needs a loss"):
+        accumulator.verify(data())

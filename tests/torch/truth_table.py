@@ -375,8 +375,15 @@ case(
     weight=lambda b: 1,
     model=lambda w: mlp(w, nn.BatchNorm1d(w)),
 )(ce)
-case(EXACT, "eval", name="BatchNorm in eval", model=lambda w: mlp(w, nn.BatchNorm1d(w)).eval())(ce)
-case(EXACT, "eval", name="dropout in eval", model=lambda w: mlp(w, nn.Dropout(0.5)).eval())(ce)
+case(
+    "batch norm",
+    "eval",
+    name="BatchNorm in a model in eval mode",
+    micro_batch_size=5,
+    model=lambda w: mlp(w, nn.BatchNorm1d(w)).eval(),
+)(ce)
+case(EXACT, name="BatchNorm alone in eval mode", model=lambda w: mlp(w, nn.BatchNorm1d(w).eval()))(ce)
+case(EXACT, "eval", "masks", name="dropout in eval", model=lambda w: mlp(w, nn.Dropout(0.5)).eval(), is_random=True)(ce)
 case(EXACT, name="LayerNorm", model=lambda w: mlp(w, nn.LayerNorm(w)))(ce)
 case(EXACT, "masks", name="dropout", model=lambda w: mlp(w, nn.Dropout(0.5)), is_random=True)(ce)
 case("masks", "weight", name="dropout, wrong weight", weight=lambda b: 1, model=lambda w: mlp(w, nn.Dropout(0.5)))(ce)
@@ -699,7 +706,9 @@ right = each(lambda k, num, size, total: size / total)
 by_number = each(lambda k, num, size, total: 1 / num)
 loop(EXACT, name="right")(right)
 loop("divided", name="mean of means")(by_number)
-loop(EXACT, "eval", name="right, dropout in eval mode", model=lambda w: mlp(w, nn.Dropout(0.5)).eval())(right)
+loop(EXACT, "eval", "dropout off", name="right, dropout in eval mode", model=lambda w: mlp(w, nn.Dropout(0.5)).eval())(
+    right
+)
 loop("undivided", name="not divided")(each(lambda k, num, size, total: 1))
 loop("short", name="divided by 8")(each(lambda k, num, size, total: 1 / 8))
 loop("over", name="divided by 2")(each(lambda k, num, size, total: 1 / 2))

@@ -24,9 +24,9 @@ from ...core.checkpoint.files import (
 from ...core.checkpoint.store import LOCK
 from ...core.errors import OptionError
 from ...core.json_values import json_line, to_json
+from ...core.tensorboard import TensorBoard
 from ..config import Config
 from ..summary import Record, Summary
-from .tensorboard import EventFile
 
 CONFIG, HISTORY, TIMES, SUMMARY, REPORT = "config.toml", "history.jsonl", "times.jsonl", "summary.json", "report.html"
 FULL_BATCH, CHECKPOINTS, MODEL = "full_batch", "checkpoints", "model.safetensors"
@@ -44,7 +44,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._open: dict[str, TextIO] = {}
-        self._events: EventFile | None = None
+        self._events: TensorBoard | None = None
 
     def check_new(self) -> None:
         """Raises OptionError unless all that is in the folder is a lock, and what a killed start has left."""
@@ -92,12 +92,13 @@ class RunFolder:
 
     def add_step(self, record: Record) -> str:
         """Adds a line to the history, which it returns, and one to the times, which differ between repetitions."""
-        line = dict(vars(record))
+        line = {name: value for name, value in vars(record).items() if value or name not in ("metrics", "summed")}
         seconds = line.pop("seconds")
         text = self._add(HISTORY, line)
         self._add(TIMES, {"step": record.step, "seconds": seconds})
         if self._events is not None:
-            self._events.add(record)
+            figures = {"loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr}
+            self._events.add(record.step + 1, {**record.metrics, **figures})
         return text
 
     def _add(self, name: str, line: dict[str, Any]) -> str:
@@ -121,7 +122,7 @@ class RunFolder:
         remove_unfinished(self.path, _UNFINISHED)
         path = self.path / TIMES
         lines = read_plain(path).split(b"\n")[:-1] if path.exists() else []  # the last one is empty or cut off
-        self._events = EventFile(self.path) if has_events else None
+        self._events = TensorBoard(self.path) if has_events else None
         write_whole(self.path / HISTORY, history)
         num_steps = history.count(b"\n")
         lost = "".join(json_line({"step": step, "seconds": None}) for step in range(len(lines), num_steps))

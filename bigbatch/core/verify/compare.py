@@ -38,7 +38,7 @@ def audit(trial: Trial, tolerance: float | None = None, loop: Loop | None = None
                 "gradients are not zeroed: a second window adds to the first, which is right only if something else "
                 "zeroes them after each step"
             )
-    causes += trial.blind_spots()
+    causes += trial.mode()
     if len(trial.parts) < 2:
         causes.append(
             "one micro-batch holds the whole batch, so nothing was cut and this proves nothing: pass a smaller "

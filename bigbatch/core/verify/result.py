@@ -11,11 +11,18 @@ from .trial import Array, Gradient
 # A parameter's error is relative to its own gradient, but to no less than this part of the whole gradient:
 # where the true gradient is zero (a bias in front of a BatchNorm) only rounding would be left to divide by.
 _FLOOR = 1e-4
+_NUM_SHOWN = 10
+_MAX_LENGTH = 1000
+"""Of a sentence: one that names every layer of a large model would fill screens."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of comparing accumulation with the full batch. It prints as a table, the largest error first."""
+    """The result of comparing accumulation with the full batch.
+
+    It prints as a table of the largest errors, on one screen however large the model is; `errors` and `causes` have
+    everything.
+    """
 
     is_exact: bool
     max_error: float
@@ -33,26 +40,33 @@ class Verification:
         return self.is_exact
 
     def __str__(self) -> str:
-        width = max([len("parameter"), *map(len, self.errors)])
-        ordered = sorted(self.errors.items(), key=lambda item: -item[1])
+        ordered = sorted(self.errors.items(), key=lambda item: -_size(item[1]))
+        shown, rest = ordered[:_NUM_SHOWN], ordered[_NUM_SHOWN:]
+        width = max([len("parameter"), *(len(name) for name, _ in shown)])
         verdict = "exact" if self.is_exact else "NOT exact"
         return "\n".join(
             [
                 f"{'parameter':{width}}  relative error",
                 f"{'-' * width}  --------------",
-                *(f"{name:{width}}  {error:14.1e}" for name, error in ordered),
+                *(f"{name:{width}}  {error:14.1e}" for name, error in shown),
+                *([f"and {len(rest)} more with an error of at most {rest[0][1]:.1e}"] if rest else []),
                 f"{verdict}: largest error of a parameter {self.max_error:.1e}, of the whole gradient "
                 f"{self.total_error:.1e}; up to {self.tolerance:.0e} is allowed"
                 f"{f' in {self.precision}' if self.precision else ''}",
-                *(f"- {cause}" for cause in self.causes),
+                *(f"- {cause if len(cause) <= _MAX_LENGTH else f'{cause[:_MAX_LENGTH]} …'}" for cause in self.causes),
             ]
         )
 
 
 def judge(errors: Mapping[str, float], causes: list[str], tolerance: float, total_error: float = 0.0) -> Verification:
     """The verdict on errors by parameter."""
-    largest = max(errors.values(), default=0.0, key=lambda error: math.inf if math.isnan(error) else error)
+    largest = max(errors.values(), default=0.0, key=_size)
     return Verification(largest <= tolerance, largest, dict(errors), tuple(causes), tolerance, total_error)
+
+
+def _size(error: float) -> float:
+    """An error to compare with others: none is larger than NaN."""
+    return math.inf if math.isnan(error) else error
 
 
 def errors_of(full: Gradient, other: Gradient, floor: float = _FLOOR) -> dict[str, float]:

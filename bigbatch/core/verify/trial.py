@@ -65,8 +65,8 @@ class Trial(Protocol):
         """Layers that see the micro-batch instead of the batch."""
         return []
 
-    def blind_spots(self) -> list[str]:
-        """What this comparison cannot see."""
+    def mode(self) -> list[str]:
+        """In which mode the model was compared, if that is not its own."""
         return []
 
     def cut_elsewhere(self, is_mean: Callable[[Gradient, Gradient, Gradient], bool]) -> str | None:

@@ -114,6 +114,10 @@ class Ranks:
     def check_hooks(self, num_hooks: tuple[int, ...], *, has_changed: bool) -> None:
         """Raises RankError if hooks changed the gradient on some ranks that other ranks do not have."""
 
+    def add_up(self, count: Callable[[], float]) -> float:
+        """The sum of the counts of all ranks. If counting fails on this rank, raises on all of them."""
+        return count()
+
 
 class SeveralRanks(Ranks):
     """The ranks of a process group that train one model together: what DDP and fully_shard have in common."""
@@ -181,6 +185,12 @@ class SeveralRanks(Ranks):
                 f"{min(num_hooks)} to {max(num_hooks)} of them, so their parameters would differ: register the same "
                 "hooks on every rank"
             )
+
+    def add_up(self, count: Callable[[], float]) -> float:
+        with self.raise_on_all_ranks():
+            own = count()
+        (total,) = exchange(LocalCounts((own,)), self._host_group)().total
+        return float(total)
 
     def sum_losses(
         self, losses: Sequence[Sequence[Any]], weights: Sequence[Terms], total: Terms, reduction: Reduction

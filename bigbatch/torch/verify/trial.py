@@ -37,24 +37,25 @@ class Trial:
         model: nn.Module,
         batch: Any,
         loss: Loss,
-        micro_batch_size: int,
+        sizes: int | Sequence[int],
         weight: Weight | None,
         reduction: Reduction,
-        is_training: bool,
     ) -> None:
+        """`sizes` is that of a micro-batch, or those of all."""
+        self._activated = _put_into_training(model)
         self.model = model
         self.batch = batch
         self.loss = loss
         self.weight = weight
         self.reduction: Reduction = reduction
-        _, sizes = nest.cut(batch, micro_batch_size, avoid_single_sample=bool(batch_norms(model)))  # as step() does
+        if isinstance(sizes, int):
+            _, sizes = nest.cut(batch, sizes, avoid_single_sample=bool(batch_norms(model)))  # as step() does
         self.parts: Sequence[Rows] = [
             range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)
         ]
         self.batch_size = sum(sizes)
         self.parameters = list(model.parameters())
         self.epsilon = max(torch.finfo(p.dtype).eps for p in self.parameters)
-        self._is_training = is_training
         self._value_of = {t: t.detach().clone() for t in (*self.parameters, *model.buffers())}
         self._random = RandomState(cuda_devices_of(model))
         self._replay: Replay | None = None
@@ -171,13 +172,13 @@ class Trial:
     def notes(self) -> list[str]:
         return [*self._mode_notes, *self._notes, *self._loop_notes]
 
-    def blind_spots(self) -> list[str]:
-        hidden = [name for name, m in self.model.named_modules() if isinstance(m, Dropout | BatchNorm)]
-        if self._is_training or not hidden:
+    def mode(self) -> list[str]:
+        if not self._activated:
             return []
         return [
-            f"the model is in eval mode, which hides what BatchNorm and dropout do in training ({', '.join(hidden)}): "
-            "call model.train() before, to see that too"
+            "the model is in eval mode, so a copy in training mode was compared, where these layers act: "
+            f"{', '.join(self._activated)}; if you train with them in eval mode, call model.train() and put them alone "
+            "into eval mode"
         ]
 
     def layer_causes(self) -> list[str]:
@@ -293,6 +294,16 @@ class Trial:
             for tensor, value in self._value_of.items():
                 tensor.copy_(value)
         self._random.restore()
+
+
+def _put_into_training(model: nn.Module) -> list[str]:
+    """Puts a model that is in eval mode into training mode, if it has layers that differ there; returns their names."""
+    if model.training:
+        return []
+    acting = [name for name, m in model.named_modules() if isinstance(m, Dropout | BatchNorm) and not m.training]
+    if acting:
+        model.train()
+    return acting
 
 
 def _fresh(tensor: Tensor, requires_grad: bool | None = None) -> Tensor:

@@ -1,18 +1,20 @@
 """Compares accumulation with the full batch, on a copy of the user's model."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 
 from ...core.errors import BigBatchError, OptionError
-from ...core.options import positive
+from ...core.options import check_known, check_loss, positive
 from ...core.verify.compare import audit
 from ...core.verify.result import Verification
 from ...core.verify.trial import Loop
 from ...core.weight import Reduction
+from ...core.window import Window
 from .. import batch as nest
 from .. import hooks
 from ..backward import Loss
@@ -21,19 +23,21 @@ from ..random import random_state_kept
 from ..transfer import transfer_for
 from ..window import Weight
 from .trial import Trial
+from .window import joined
 
 
 def verify(
     model: nn.Module,
     batch: Any,
     loss: Loss,
-    micro_batch_size: int,
+    micro_batch_size: int | None = None,
     *,
     weight: Weight | None = None,
     reduction: Reduction = "mean",
     step: Loop | None = None,
     tolerance: float | None = None,
     dtype: torch.dtype | None = None,
+    **unknown: Never,
 ) -> Verification:
     """Compares the gradient of the full batch with the accumulated one, and names the cause if they differ.
 
@@ -45,10 +49,12 @@ def verify(
     Everything happens on a copy of the model; the model, its buffers and all random state are left as they were.
 
     Args:
-        model: The model. In training mode, BatchNorm and dropout are part of the comparison.
-        batch: A batch that fits into memory as a whole: a tensor or a nest of tensors.
+        model: The model. If it is in eval mode but has BatchNorm or dropout, its copy is put into training mode, and
+            the causes say so.
+        batch: A batch that fits into memory as a whole: a tensor or a nest of tensors. Or a `Window` of micro-batches,
+            of any sizes, which are concatenated to the full batch.
         loss: `loss(model, micro_batch)` returns the mean over the micro-batch; a tuple for several terms.
-        micro_batch_size: The number of samples in a micro-batch.
+        micro_batch_size: The number of samples in a micro-batch; not for a `Window`.
         weight: `weight(micro_batch)` returns the number of samples or tokens that the loss is a mean over. Samples if
             it is left out.
         reduction: "mean", or "sum" if the loss adds up.
@@ -62,7 +68,13 @@ def verify(
     Returns:
         The verdict, true if it is exact. It prints as a table with the causes below.
     """
-    micro_batch_size = positive("micro_batch_size", micro_batch_size)
+    check_known(unknown, verify)
+    check_loss("loss", loss)
+    sizes: int | Sequence[int]
+    if isinstance(batch, Window):
+        batch, sizes = joined(batch)
+    else:
+        sizes = positive("micro_batch_size", micro_batch_size)
 
     def compared(dtype: torch.dtype) -> Verification:
         with random_state_kept(model):
@@ -70,7 +82,7 @@ def verify(
             transfer, own = transfer_for(list(twin.parameters())), _cast_to(batch, dtype)
             if transfer is not None:
                 own = transfer.brought(own)
-            trial = Trial(twin, own, loss, micro_batch_size, weight, reduction, model.training)
+            trial = Trial(twin, own, loss, sizes, weight, reduction)
             try:
                 found = audit(trial, tolerance, step)
             finally:
