@@ -60,5 +60,7 @@ _HOMES = {
     "grad": "jax",
     "multi_steps": "jax",
     "pad": "jax",
+    "micro_batch_stats": "jax",
+    "pooled_batch_stats": "jax",
 }
 __getattr__ = _elsewhere(__name__, {name: f"import it from bigbatch.{home}" for name, home in _HOMES.items()})

@@ -148,7 +148,7 @@ def check_known(unknown: Iterable[str], function: Callable[..., Any]) -> None:
     """
     known = [name for name in inspect.signature(function).parameters if name != "unknown"]
     for name in unknown:
-        ours = next((ours for ours, others in _ELSEWHERE.items() if name in others), None)
+        ours = next((ours for ours, others in _ELSEWHERE.items() if name in (ours, *others)), None)
         if ours == "accumulation_steps" and "micro_batch_size" in known:
             remedy = "pass micro_batch_size, the number of samples in a micro-batch, if batches are to be cut"
             if ours in known:

@@ -4,14 +4,14 @@ import functools
 import types
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..core.errors import OptionError
-from ..core.options import check_callable, check_choice, positive
+from ..core.options import check_callable, check_choice, check_known, positive
 from ..core.weight import Reduction, check_reduction
 from .arguments import ArgumentLayout, Arrays, as_numbers, num_rows, split_arguments
 from .auxiliary import AuxSpec
@@ -37,6 +37,7 @@ def value_and_grad(
     sharding: Any = None,
     axes: str | tuple[str, ...] | None = None,
     accumulate_dtype: Any = None,
+    **unknown: Never,
 ) -> Callable[..., Any]:
     """Returns a function that returns what `jax.value_and_grad(loss)` does, in the memory of a micro-batch.
 
@@ -83,6 +84,7 @@ def value_and_grad(
     Returns:
         A function of the loss's arguments that returns `(value, gradient)`. It works inside and outside of `jit`.
     """
+    check_known(unknown, value_and_grad)
     check_reduction(reduction)
     check_callable("loss", loss)
     check_callable("weight", weight)

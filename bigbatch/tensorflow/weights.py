@@ -31,8 +31,8 @@ def causal_lm_tokens(batch: Any) -> tf.Tensor:
         weight = tf.math.count_nonzero(batch["labels"][..., 1:] != -100)
 
     Hugging Face's causal models do: position t predicts label t + 1, so the first label of a sequence is never a
-    target. KerasHub's preprocessors shift the labels beforehand: for those use `tokens`, or `sample_weights`. For
-    labels elsewhere, or another `ignore_index`, use `tokens(…, shift=True)`.
+    target. KerasHub's preprocessors shift the labels beforehand, so those are not for this function. For labels
+    elsewhere, or another `ignore_index`, use `tokens(…, shift=True)`.
 
     Args:
         batch: A mapping with "labels", or an object with that attribute.

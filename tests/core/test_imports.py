@@ -84,6 +84,26 @@ def test_a_name_of_a_framework_says_where_it_is(name, told):
         exec(f"from bigbatch import {name}")
 
 
+def test_a_name_of_another_framework_says_what_to_use_in_jax():
+    names = ["Accumulator", "accumulate", "train_with_accumulation", "micro_batch", "windows", "MultiSteps", "nothing"]
+    code = f"""
+for name in {names}:
+    try:
+        exec(f"from bigbatch.jax import {{name}}")
+    except ImportError as error:
+        print(error)
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    told = dict(zip(names, done.stdout.splitlines(), strict=True))
+    assert told["Accumulator"].startswith("bigbatch.jax has no Accumulator: value_and_grad(loss, micro_batch_size)")
+    assert "multi_steps" in told["Accumulator"]
+    assert "bigbatch.keras.accumulate" in told["accumulate"]
+    assert "multi_steps" in told["micro_batch"]
+    assert told["windows"] == "bigbatch.jax has no windows: import it from bigbatch"
+    assert told["nothing"].startswith("cannot import name 'nothing' from 'bigbatch.jax'")
+
+
 def test_other_names_are_missing_as_in_any_module():
     with pytest.raises(ImportError, match="cannot import name 'nothing' from 'bigbatch'"):
         from bigbatch import nothing  # noqa: F401
@@ -107,7 +127,20 @@ def test_the_extra_all_is_all_extras():
             ["Accumulator", "Checkpoints", "MicroBatch", "train_with_accumulation", "verify", "weights"],
             marks=needs_torch,
         ),
-        ("jax", ["Checkpoints", "grad", "multi_steps", "pad", "value_and_grad", "verify", "weights"]),
+        (
+            "jax",
+            [
+                "Checkpoints",
+                "grad",
+                "micro_batch_stats",
+                "multi_steps",
+                "pad",
+                "pooled_batch_stats",
+                "value_and_grad",
+                "verify",
+                "weights",
+            ],
+        ),
     ],
 )
 def test_a_framework_has_these_names_and_imports_no_other_framework(framework, names):

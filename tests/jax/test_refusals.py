@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from bigbatch import BatchError, GradientError, LossError, OptionError, StateError, WeightError
-from bigbatch.jax import multi_steps, value_and_grad
+from bigbatch.jax import multi_steps, value_and_grad, verify
 
 draw = np.random.default_rng(0)
 BATCH = (draw.normal(size=(11, 5)), draw.normal(size=11))
@@ -147,3 +147,23 @@ def test_what_multi_steps_is_given() -> None:
         optimizer = multi_steps(optax.sgd(0.1), **options)
         with pytest.raises(error, match=message):
             optimizer.update(params, optimizer.init(params), params, weight=3, **extra)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("accumulation_steps", "pass micro_batch_size, the number of samples"),
+        (
+            "gradient_accumulation_steps",
+            "pass micro_batch_size, the number of samples in a micro-batch, if batches are",
+        ),
+        ("every_k_schedule", "pass micro_batch_size"),
+        ("microbatch_size", r"did you mean micro_batch_size\?"),
+        ("axis_name", "its options are loss, micro_batch_size, .*, accumulate_dtype$"),
+    ],
+)
+def test_an_option_of_another_library_is_answered_with_ours(name, told):
+    with pytest.raises(OptionError, match=f"value_and_grad has no option {name}: .*{told}"):
+        value_and_grad(lambda params, batch: 0.0, **{name: 4})
+    with pytest.raises(OptionError, match=f"verify has no option {name}: "):
+        verify(jnp.ones(2), jnp.ones((4, 2)), lambda params, batch: (batch @ params).mean(), 2, **{name: 4})

@@ -77,6 +77,26 @@ def test_sample_weights() -> None:
     assert_equal(found, jax.value_and_grad(loss)(params, batch))
 
 
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_a_total_of_the_whole_batch(by_keyword: bool) -> None:
+    """A sum divided by the positives. As a weight they would drop the micro-batches that have none."""
+
+    def loss(params: Any, batch: Any, total: Any = None) -> Any:
+        each = optax.softmax_cross_entropy_with_integer_labels(logits_of(params, batch["x"]), batch["y"])
+        return each.sum() / (batch["total"] if total is None else total)
+
+    def own(params: Any, batch: Any) -> Any:
+        return loss(params, batch, jnp.maximum((batch["y"] > 7).sum(), 1))
+
+    params, batch = classifier(), samples(13)[0]
+    full = jax.value_and_grad(own)(params, batch)
+    total = (batch["y"] > 7).sum()
+    args, kwargs = ((batch,), {"total": total}) if by_keyword else (({**batch, "total": total},), {})
+    assert_equal(value_and_grad(loss, 3, reduction="sum")(params, *args, **kwargs), full)
+    positives = value_and_grad(own, 3, weight=lambda batch: (batch["y"] > 7).sum())
+    assert gap(positives(params, batch)[1], full[1]) > 1e-2
+
+
 class Named(NamedTuple):
     x: Any
     labels: Any

@@ -93,6 +93,18 @@ def test_sample_weights() -> None:
     assert error(DIGITS, loss, batch, 2, weight=weights.sample_weights("mask")) <= 1e-12
 
 
+def test_a_total_of_the_whole_batch() -> None:
+    """A sum divided by the positives of the batch, which every micro-batch gets whole."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        each = cross_entropy(model(batch["x"]), batch["y"])
+        return tf.reduce_sum(each) / tf.cast(batch["total"], each.dtype)
+
+    batch = {**DIGITS.batches[0]}
+    batch["total"] = tf.maximum(tf.math.count_nonzero(batch["y"]), 1)
+    assert error(DIGITS, loss, batch, 3, reduction="sum") <= 1e-12
+
+
 class Named(NamedTuple):
     x: Any
     labels: Any

@@ -285,6 +285,8 @@ def test_a_loss_divided_by_the_positives_of_the_whole_batch(size: int) -> None:
     assert "total" not in batch
     assert whole["total"].shape == ()
     assert error(detector(), per_total, whole, size, {**batch, "total": positives(batch)}, reduction="sum") <= 1e-12
+    if size == 2:
+        assert verify(detector(), whole, per_total, size, reduction="sum").is_exact
 
 
 def test_a_weight_is_enough_only_if_negatives_do_not_count() -> None:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
 
 from ...core.errors import BigBatchError
-from ...core.options import positive
+from ...core.options import check_known, positive
 from ...core.verify.compare import audit
 from ...core.verify.result import Verification
 from ...core.verify.trial import Loop
@@ -35,6 +35,7 @@ def verify(
     batch_argnums: int | tuple[int, ...] | None = None,
     step: Loop | None = None,
     tolerance: float | None = None,
+    **unknown: Never,
 ) -> Verification:
     """Compares the accumulated gradient with that of the full batch, and names the cause if they differ.
 
@@ -65,6 +66,7 @@ def verify(
     Returns:
         The verdict, true if it is exact. Printed, it is a table with the causes in sentences below.
     """
+    check_known(unknown, verify)
     micro_batch_size = positive("micro_batch_size", micro_batch_size)
     check_reduction(reduction)
     numbers = None if batch_argnums is None else as_numbers("batch_argnums", batch_argnums)
