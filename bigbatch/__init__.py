@@ -1,5 +1,7 @@
 """Train with the batch you want on the memory you have, and get exactly the same gradient."""
 
+from typing import TYPE_CHECKING
+
 from .core.elsewhere import elsewhere as _elsewhere
 from .core.errors import (
     BatchError,
@@ -63,4 +65,5 @@ _HOMES = {
     "micro_batch_stats": "jax",
     "pooled_batch_stats": "jax",
 }
-__getattr__ = _elsewhere(__name__, {name: f"import it from bigbatch.{home}" for name, home in _HOMES.items()})
+if not TYPE_CHECKING:  # or a type checker would take any name to be there
+    __getattr__ = _elsewhere(__name__, {name: f"import it from bigbatch.{home}" for name, home in _HOMES.items()})

@@ -23,6 +23,7 @@ class FullBatch:
     reason: str | None = None
     """Why it failed."""
     loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     scores: Mapping[str, float]
     seconds: float | None = None
     samples_per_second: float | None = None
@@ -63,6 +64,8 @@ class Summary:
     num_samples: int
     loss: float | None
     """The mean loss of the last epoch."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The metrics of the last epoch: what the loss returned as aux."""
     scores: Mapping[str, float]
     """What the task's evaluate() returned at the end."""
     seconds: float | None

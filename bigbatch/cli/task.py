@@ -18,6 +18,7 @@ from .names import check_name
 
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax")
 _BUILT_IN = ("digits", "digits-batchnorm", "text")
+_NO_FUNCTIONS = ("defaults", "has_aux", "aux")
 _EXAMPLE = """
     import torch
 
@@ -48,6 +49,12 @@ class Task:
     weight: Callable[[Any], Any] | None = None
     evaluate: Callable[[Any], Mapping[str, float]] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    has_aux: bool = False
+    aux: Any = "auto"
+
+    def aux_options(self) -> dict[str, Any]:
+        """The options of an accumulator for a loss that returns aux."""
+        return {"has_aux": True, "aux": self.aux} if self.has_aux else {}
 
     def epoch(self, *, batch_size: int, epoch: int, seed: int) -> Iterator[Any]:
         """The batches of one epoch."""
@@ -173,16 +180,21 @@ def _load_file(path: Path) -> ModuleType:
 
 def _task_in(module: ModuleType, name: str, source: str, framework: str) -> Task:
     """Returns the task in a module; raises TaskError if something is missing or of the wrong type."""
-    needed, optional = ("model", "batches", "loss"), ("optimizer", "weight", "evaluate", "defaults")
+    needed, optional = ("model", "batches", "loss"), ("optimizer", "weight", "evaluate", *_NO_FUNCTIONS)
     parts = {part: getattr(module, part) for part in (*needed, *optional) if hasattr(module, part)}
     if missing := [part for part in needed if part not in parts]:
         raise TaskError(f"{name} defines no {missing[0]}(): a task looks like\n{_EXAMPLE}")
     for part, value in parts.items():
         is_keras_loss = part == "loss" and framework == "keras"  # its name, or an object
-        if part == "defaults":
-            if not isinstance(value, Mapping):
-                raise TaskError(f"defaults of {name} is a {type(value).__name__}: make it a dict of options")
-        elif value is not None and not is_keras_loss and not callable(value):
+        if part == "defaults" and not isinstance(value, Mapping):
+            raise TaskError(f"defaults of {name} is a {type(value).__name__}: make it a dict of options")
+        if part == "has_aux" and not isinstance(value, bool):
+            raise TaskError(f"has_aux of {name} is {value!r}: make it True if the loss returns (loss, aux)")
+        if part == "has_aux" and value and framework == "keras":
+            raise TaskError(f"{name} has has_aux, but a Keras loss returns one number: compute scores in evaluate()")
+        if part in _NO_FUNCTIONS:
+            continue
+        if value is not None and not is_keras_loss and not callable(value):
             raise TaskError(
                 f"{part} of {name} is a {type(value).__name__}, not a function: a task looks like\n{_EXAMPLE}"
             )

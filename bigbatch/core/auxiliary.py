@@ -45,8 +45,10 @@ class Kind(NamedTuple):
 # --- the option ------------------------------------------------------------------------------------------------------
 
 
-def check_aux(name: str, words: Any) -> Any:
+def check_aux(name: str, words: Any, *, has_aux: bool = True) -> Any:
     """Returns the option `aux`; raises OptionError unless it is a word, a function, or a nest of them."""
+    if not has_aux and words != "auto":
+        raise OptionError(f"{name}={words!r} says how to combine what the loss does not return: pass has_aux=True too")
     for word in flattened(words).values():
         if not callable(word):
             check_choice(name, word, WAYS)

@@ -11,12 +11,14 @@ from .errors import LossError
 from .weight import Terms, as_terms
 
 
-def split(returned: Any, num_weights: int, *, has_aux: bool, shape_of: Callable[[Any], Any]) -> tuple[Terms, Any]:
+def split(
+    returned: Any, num_weights: int | None, *, has_aux: bool, shape_of: Callable[[Any], Any]
+) -> tuple[Terms, Any]:
     """The terms of a loss, and aux (None without `has_aux`). The terms are not checked any further.
 
     Args:
         returned: What the loss returned.
-        num_weights: How many terms the loss is expected to have.
+        num_weights: How many terms the loss is expected to have; None if that is not known.
         has_aux: The option of the accumulator.
         shape_of: Returns the shape of a tensor as a tuple, and None for anything else.
     """
@@ -51,7 +53,7 @@ def _named(returned: Mapping[Any, Any]) -> str:
     return f"it has {', '.join(names)}" if names else "it is empty"
 
 
-def _check_no_aux(terms: Terms, num_weights: int, shape_of: Callable[[Any], Any]) -> None:
+def _check_no_aux(terms: Terms, num_weights: int | None, shape_of: Callable[[Any], Any]) -> None:
     """Raises LossError if a tuple is not one of terms, but probably the loss and something else."""
     for number, term in enumerate(terms[1:], 2):
         shape = shape_of(term)
@@ -61,7 +63,7 @@ def _check_no_aux(terms: Terms, num_weights: int, shape_of: Callable[[Any], Any]
                 f"item {number} of {len(terms)} that the loss returned {what}, so it is no term of the loss: return "
                 "the pair (loss, aux) and pass has_aux=True, then aux arrives in step.aux"
             )
-    if len(terms) > num_weights:
+    if num_weights is not None and len(terms) > num_weights:
         raise LossError(
             f"the loss has {len(terms)} terms but the weight has {num_weights}: let `weight` return one number for "
             "each term of the loss, in the same order; if only the first is the loss, return the pair (loss, aux) and "

@@ -1,5 +1,7 @@
 """bigbatch for JAX."""
 
+from typing import TYPE_CHECKING
+
 from ..core.elsewhere import elsewhere as _elsewhere
 from ..core.errors import MissingExtraError
 
@@ -31,17 +33,16 @@ __all__ = [
 
 _ONE_AT_A_TIME = "wrap your optimizer in multi_steps to feed one micro-batch at a time"
 _LOOP = "value_and_grad(loss, micro_batch_size) returns the gradient for a loop of your own, which makes the step"
-__getattr__ = _elsewhere(
-    __name__,
-    {
-        "Accumulator": f"{_LOOP}; or {_ONE_AT_A_TIME}",
-        "accumulate": f"{_LOOP}; for model.fit use bigbatch.keras.accumulate",
-        "train_with_accumulation": _LOOP,
-        "micro_batch": _ONE_AT_A_TIME,
-        "MicroBatch": _ONE_AT_A_TIME,
-        "windows": "import it from bigbatch",
-        "Window": "import it from bigbatch",
-        "MultiSteps": "it is a function, multi_steps(optimizer, accumulation_steps)",
-        "microbatch": "value_and_grad(loss, micro_batch_size) does what optax's microbatching does",
-    },
-)
+if not TYPE_CHECKING:  # or a type checker would take any name to be there
+    __getattr__ = _elsewhere(
+        __name__,
+        {
+            "Accumulator": f"{_LOOP}; or {_ONE_AT_A_TIME}",
+            "accumulate": f"{_LOOP}; for model.fit use bigbatch.keras.accumulate",
+            "train_with_accumulation": _LOOP,
+            "micro_batch": _ONE_AT_A_TIME,
+            "MicroBatch": _ONE_AT_A_TIME,
+            "MultiSteps": "it is a function, multi_steps(optimizer, accumulation_steps)",
+            "microbatch": "value_and_grad(loss, micro_batch_size) does what optax's microbatching does",
+        },
+    )

@@ -92,10 +92,10 @@ def batch_norms(model: Any) -> list[str]:
     found = list(model._flatten_layers())
     names = [layer.name for layer in found if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable]
     if keras.backend.backend() == "torch":
-        from ..torch.checks import batch_norm_modules
+        from ..torch.internals import BatchNorm
 
         wrappers = [layer for layer in found if isinstance(layer, keras.layers.TorchModuleWrapper)]
-        names += [layer.name for layer in wrappers if batch_norm_modules(layer)]
+        names += [layer.name for layer in wrappers if any(isinstance(module, BatchNorm) for module in layer.modules())]
     return names
 
 

@@ -1,5 +1,8 @@
 """bigbatch for PyTorch."""
 
+from typing import TYPE_CHECKING
+
+from ..core.elsewhere import elsewhere as _elsewhere
 from ..core.errors import MissingExtraError
 
 try:
@@ -10,8 +13,20 @@ except ImportError as error:
 from . import weights
 from .accumulator import Accumulator
 from .checkpoints import Checkpoints
+from .recalibrate import recalibrate
 from .train import train_with_accumulation
 from .verify.verify import verify
 from .window import MicroBatch
 
-__all__ = ["Accumulator", "Checkpoints", "MicroBatch", "train_with_accumulation", "verify", "weights"]
+__all__ = ["Accumulator", "Checkpoints", "MicroBatch", "recalibrate", "train_with_accumulation", "verify", "weights"]
+
+if not TYPE_CHECKING:  # or a type checker would take any name to be there
+    __getattr__ = _elsewhere(
+        __name__,
+        {
+            "accumulate": "use Accumulator(model, optimizer, loss, micro_batch_size)",
+            "value_and_grad": "use Accumulator(model, optimizer, loss, micro_batch_size)",
+            "multi_steps": "use Accumulator(model, optimizer, accumulation_steps=…) and its micro_batch()",
+            "micro_batch": "it is a method, accumulator.micro_batch(weight=…)",
+        },
+    )

@@ -1,7 +1,7 @@
 """The accumulator: cut, accumulate, reduce, clip, apply."""
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Never
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from ..core.auxiliary import check_aux
 from ..core.batch import one_batch
 from ..core.errors import BatchError, Interrupted, OptionError, StateError
 from ..core.nonfinite import NonFinite, OnNonFinite
@@ -29,14 +30,17 @@ from ..core.verify.result import Verification
 from ..core.weight import Reduction, Terms, Weights, as_terms, check_reduction, check_weight, has_weight, totals
 from ..core.window import AccumulationSteps, Window, steps_at
 from . import checks
+from .auxiliary import NO_AUX, BatchAux, WindowAux
 from .backward import Backward, Loss
-from .batch import is_empty
+from .batch import BatchAxis
+from .batch_norm import BatchNorms, Mode
 from .capture.capture import capture_for
-from .capture.optimizer import CapturedOptimizer
+from .cutting import Cutting
 from .distributed.detect import ranks_of
 from .distributed.ranks import Reduce
 from .distributed.totals import GetTotals, LocalCounts, Totals
 from .gradients import GradientBuffer, Gradients
+from .optimizers import Optimizers
 from .precision import Precision
 from .state import SavedState, packed
 from .sums import Sums
@@ -73,18 +77,25 @@ class Accumulator:
     A model in DistributedDataParallel or fully_shard is trained by all its ranks together: the batch of a step is what
     all of them pass, and gradients are reduced once a window.
 
-    Options such as `accumulator.clip_norm = 0.5` can be changed at any time; they are checked, and used from the next
-    step on. The model, the optimizer, `reduction`, `precision`, `scaler`, `accumulate_dtype`, `capture`, `group` and
-    `reduce` are fixed.
+    Options such as `accumulator.clip_norm = 0.5` can be changed at any time (`batch_norm` between windows); they are
+    checked, and used from the next step on. The model, the optimizer, `reduction`, `precision`, `scaler`,
+    `accumulate_dtype`, `capture`, `group` and `reduce` are fixed.
 
     Args:
         model: The model, already on its device. It may be wrapped in DistributedDataParallel, fully_shard or
             torch.compile.
-        optimizer: An optimizer that holds the model's parameters.
-        loss: `loss(model, micro_batch)` returns the mean over the micro-batch, as a scalar tensor. It may return a
-            tuple of terms, each a mean over a count of its own. Leave it out if you compute losses yourself, in
-            `micro_batch()`.
+        optimizer: An optimizer that holds the model's parameters, or a list of several, each with its own part of
+            them: Muon for matrices and AdamW for the rest. All of them step, or none does.
+        loss: `loss(model, micro_batch)` returns the mean over the micro-batch, as a scalar tensor, or a mapping with
+            "loss", such as the output of a Hugging Face model. It may return a tuple of terms, each a mean over a count
+            of its own. Leave it out if you compute losses yourself, in `micro_batch()`.
         micro_batch_size: How many samples a micro-batch has, for `step(batch)`.
+        batch_axis: The axis of the samples: 1 for time-major batches. A nest like the batch, such as `(1, 0)` or
+            `{"x": 1, "prompt": None}`, where tensors differ: None for what is passed whole; keys left out have axis 0.
+        cut: `cut(batch, sizes)` returns the micro-batches, with these numbers of samples, of a packed, graph or
+            vision-language batch. "list" for a list of samples, or a tuple or dict of lists. None cuts along the axis.
+        num_samples: `num_samples(batch)` returns how many samples a batch or micro-batch has, where its tensors do not
+            show it, for `cut` and for windows.
         accumulation_steps: How many micro-batches a window has, for `micro_batch()`: a number, or a function of the
             step number.
         weight: `weight(micro_batch)` returns how many items the loss averages over: the number of samples if left
@@ -94,32 +105,46 @@ class Accumulator:
         clip_value: Clamps each value of that gradient, after `clip_norm`. None for no limit.
         precision: "bf16" or "fp16" computes the loss under autocast, "fp16" with a GradScaler. None leaves it as it is.
         scaler: Your own GradScaler.
-        scheduler: A learning rate scheduler, stepped once for each step that is applied.
+        scheduler: A learning rate scheduler, or a list of several, stepped once for each step that is applied.
         accumulate_dtype: Gradients add up in at least this dtype; float32 if None.
         capture: True records micro-batches as CUDA graphs and replays them; "auto" does so where it is possible.
         group: The process group of the ranks; that of the model if None.
         reduce: With fully_shard: "window" reduces gradients once a window, "micro_batch" each time, with less memory.
         on_nonfinite: If the gradient is not finite, "skip" the step, "raise" NonFiniteError, or "stop" training.
         max_skipped: Raise NonFiniteError after this many skipped steps in a row; None for never.
+        has_aux: Whether the loss returns the pair `(loss, aux)`, or a mapping whose items beside "loss" are aux. That
+            of the whole batch is then in `step.aux`, and its numbers are in `step.metrics`.
+        aux: How aux is combined over micro-batches: "mean" (weighted like the first term of the loss), "sum",
+            "concatenate", a function of the list of values and the list of weights, or a nest of these. "auto" takes
+            the mean of floating-point numbers, the sum of integers, and concatenates what has a row for each sample.
+        batch_norm: Running statistics of BatchNorm layers in training mode: "batch" updates them once per step, with
+            mean and variance of the whole batch; "micro_batch" with every micro-batch; "frozen" uses them in place of
+            the micro-batch's own statistics and leaves them as they are, which is exact.
     """
 
     model, optimizer, reduction = Fixed(), Fixed(), Fixed()
     precision, accumulate_dtype = Fixed(), Fixed()
     capture, group, reduce = Fixed(), Fixed(), Fixed()
+    has_aux, aux = Fixed(), Fixed()
     scaler = Fixed('The GradScaler in use: yours, or ours with precision "fp16".')
     loss, weight = Option(check_loss), Option(check_callable)
     micro_batch_size = Option(check_size)
     accumulation_steps = Option(check_steps)
+    batch_axis, cut, num_samples = OptionOf("_cutting"), OptionOf("_cutting"), OptionOf("_cutting")
     clip_norm, clip_value, scheduler = OptionOf("_update"), OptionOf("_update"), OptionOf("_update")
     on_nonfinite, max_skipped = OptionOf("_nonfinite"), OptionOf("_nonfinite")
+    batch_norm = OptionOf("_batch_norms", lambda accumulator, name: accumulator._check_no_window(name))
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         loss: Loss | None = None,
         micro_batch_size: int | None = None,
         *,
+        batch_axis: BatchAxis = 0,
+        cut: Literal["list"] | Callable[[Any, list[int]], Sequence[Any]] | None = None,
+        num_samples: Callable[[Any], int] | None = None,
         accumulation_steps: AccumulationSteps | None = None,
         weight: Weight | None = None,
         reduction: Reduction = "mean",
@@ -134,36 +159,48 @@ class Accumulator:
         reduce: Reduce = "window",
         on_nonfinite: OnNonFinite = "skip",
         max_skipped: int | None = 32,
+        has_aux: bool = False,
+        aux: Any = "auto",
+        batch_norm: Mode = "batch",
         **unknown: Never,
     ) -> None:
         check_known(unknown, Accumulator)
         check_reduction(reduction)
         checks.check_model(model)
-        checks.check_optimizer(model, optimizer)
+        optimizers = self._optimizers = Optimizers(model, optimizer)
         checks.check_dtype(accumulate_dtype)
-        self.model, self.optimizer, self.loss, self.weight = model, optimizer, loss, weight
+        self.model, self.optimizer, self.loss, self.weight = model, optimizers.given, loss, weight
         self.micro_batch_size, self.accumulation_steps = micro_batch_size, accumulation_steps
+        self._cutting = Cutting(batch_axis, cut, num_samples)
         self.reduction, self.precision, self.accumulate_dtype = reduction, precision, accumulate_dtype
         self.capture, self.group, self.reduce = capture, group, reduce
-        self._gradients = Gradients(optimizer, {p: name for name, p in model.named_parameters()}, accumulate_dtype)
+        self.has_aux, self.aux = has_aux, check_aux("aux", aux, has_aux=has_aux)
+        self._gradients = Gradients(optimizers, {p: name for name, p in model.named_parameters()}, accumulate_dtype)
         self._exclusive = self._gradients.exclusive
         parameters = self._gradients.parameters()
         self._precision = Precision(precision, scaler, parameters, self._gradients.is_widened)
         self.scaler = self._precision.scaler
         self._ranks = ranks_of(model, self._gradients, group, reduce)
+        self._batch_norms = BatchNorms(model, batch_norm, self._ranks)
         self._nonfinite = NonFinite(on_nonfinite, max_skipped)
-        self._update = Update(optimizer, self._gradients, self._precision, self._ranks, self._nonfinite, reduction)
+        self._update = Update(optimizers, self._gradients, self._precision, self._ranks, self._nonfinite, reduction)
         self.clip_norm, self.clip_value, self.scheduler = clip_norm, clip_value, scheduler
         self._transfer = transfer_for(parameters)
         self._time_axis = TimeAxis(model, can_run_twice=not self._ranks.is_distributed)
-        self._eager = Backward(model, self._gradients, self._precision, self._ranks, self._transfer, self._time_axis)
+        self._eager = Backward(
+            model,
+            self._gradients,
+            self._precision,
+            self._ranks,
+            self._transfer,
+            self._time_axis,
+            self._batch_norms,
+            has_aux=has_aux,
+        )
         self._captured = capture_for(capture, model, loss, self._gradients, self._eager, self._ranks)
         if self._captured is not None:
-            pool = self._captured.pool
-            self._update.captured_optimizer = CapturedOptimizer(optimizer, self._captured.device, pool)
+            optimizers.capture(self._captured.device, self._captured.pool)
         self._backward = self._captured or self._eager
-        self._batch_norms = checks.batch_norm_modules(model)
-        self._has_warned_of_batch_norm = False
         self._has_seen_labels = False
         self._window: PartialWindow | None = None
         """The open window of `micro_batch()`, or what an interrupted `step()` has done."""
@@ -193,21 +230,55 @@ class Accumulator:
         that has no data this time passes None.
 
         Args:
-            batch: A nest of tensors, which is cut along its leading axis, or a `Window` of micro-batches.
+            batch: A nest of tensors, which is cut along its leading axis or as `batch_axis` and `cut` say, or a
+                `Window` of micro-batches.
         """
         if more:
             raise BatchError(one_batch("step", 1 + len(more)))
-        with self._exclusive.hold("step()"):
-            cut, window, counts = self._cut_and_weigh(batch)  # micro-batches with their weights, and progress so far
+        return self._run("step()", batch, self._update)  # unscale, check, clip, optimizer, schedule
+
+    def backward(self, batch: Any, *more: Never) -> Step:
+        """Leaves the gradient of the whole batch in .grad, as `loss(model, batch).backward()` would, and steps nothing.
+
+            def closure():                          # LBFGS computes the loss several times in one step
+                optimizer.zero_grad()
+                return accumulator.backward(batch).loss
+
+            optimizer.step(closure)
+
+        The gradient is finished as that of a step: reduced over ranks, unscaled, seen by hooks, clipped by `clip_norm`
+        and `clip_value`. Go on with it as you like, and call `zero_grad()` before the next call. With a GradScaler, go
+        on with `scaler.step(optimizer)` and `scaler.update()`.
+
+        The `Step` that is returned is not applied, and not counted. If the gradient is not finite, .grad stays None and
+        `on_nonfinite` applies. `interrupt` does not stop it.
+
+        Args:
+            batch: What `step` takes.
+        """
+        if more:
+            raise BatchError(one_batch("backward", 1 + len(more)))
+        return self._run("backward()", batch, self._leave_in_grad)  # unscale, check, clip
+
+    def _run(self, call: str, batch: Any, finish: Callable[..., Step]) -> Step:
+        """Accumulates the gradient of the whole batch, and does with it what `finish` does."""
+        with self._exclusive.hold(call):
+            cut, window, counts = self._cut_and_weigh(batch, call)  # micro-batches with weights, and progress so far
             get_totals = self._ranks.agree(counts)  # starts to add up the total weight W; get_totals() waits for it
             num_done = len(window.losses)
             try:
-                sums, losses = self._accumulate(cut, window, get_totals)  # forward and backward of each; reduced once
-                # unscale, check, clip, optimizer, schedule
-                return self._update(sums, losses, get_totals(), cut.largest_micro_batch)
+                with self._batch_norms.window(is_new=not num_done) if self._batch_norms.has_layers else _NOTHING:
+                    sums, losses = self._accumulate(cut, window, get_totals)  # each forward, backward; reduced once
+                    aux = self._combined_aux(window, cut.pass_weights, get_totals(), cut.num_skipped)
+                return aux.onto(finish(sums, losses, get_totals(), cut.largest_micro_batch))
             except Exception as error:
                 cut.explain(error, num_done)
                 raise
+
+    def _leave_in_grad(self, sums: Sums, *of_batch: Any) -> Step:
+        if self._captured is not None:
+            self._unshare(sums)
+        return self._update.without_step(sums, *of_batch)
 
     def _accumulate(self, cut: Cut, window: PartialWindow, get_totals: GetTotals) -> tuple[Sums, Losses]:
         """Adds up the gradient of the whole batch over all micro-batches and ranks; returns it and the losses.
@@ -222,8 +293,11 @@ class Accumulator:
             for number, micro_batch in enumerate(arriving, len(losses)):
                 weight = passes[number][1]
                 with self._passing(number, cut, get_totals) if is_distributed else _NOTHING:
-                    losses.append(self._backward(self.loss, micro_batch, weight, get_shares, buffer))
-                if self.is_interrupted and number + 1 < len(passes) and not is_distributed:
+                    values, aux = self._backward(self.loss, micro_batch, weight, get_shares, buffer)
+                losses.append(values)
+                if window.aux is not None:
+                    window.aux.add(aux, cut.num_samples(number, self._cutting))
+                if self.is_interrupted and number + 1 < len(passes) and not is_distributed and window.is_of_step:
                     break
             # with fully_shard, all ranks make equally many passes, since each gathers parameters
             num_passes = max(get_totals().num_passes) if self._ranks.is_sharded else 0
@@ -237,25 +311,29 @@ class Accumulator:
         sums.multiply(sums.unit)
         return sums, self._ranks.sum_losses(losses, cut.pass_weights, get_totals().total, self.reduction)
 
-    def _cut_and_weigh(self, batch: Any) -> tuple[Cut, PartialWindow, LocalCounts]:
+    def _cut_and_weigh(self, batch: Any, call: str) -> tuple[Cut, PartialWindow, LocalCounts]:
         """Checks, cuts and weighs the batch. An error is raised on all ranks, and changes nothing."""
-        self._check_before("step()", "batch")
+        is_step = call == "step()"
+        self._check_before(call, "batch" if is_step else "")
         if self.loss is None:
-            raise OptionError("step() needs a loss: pass Accumulator(model, optimizer, loss, …)")
+            raise OptionError(f"{call} needs a loss: pass Accumulator(model, optimizer, loss, …)")
         window = self._window
         with self._ranks.raise_on_all_ranks() if self._ranks.is_distributed else _NOTHING:
-            self._update.check_not_held_back()
+            if is_step:
+                self._update.check_not_held_back()
             self._gradients.check_empty()
             num_hooks = self._gradients.check_hooks()
-            if self._ranks.is_distributed and is_empty(batch):
+            if self._ranks.is_distributed and self._cutting.is_empty(batch):
                 cut = Cut(reduction=self.reduction)
             else:
-                has_norms = any(map(checks.normalises_by_batch, self._batch_norms))
-                cut = Cut.of(batch, self.micro_batch_size, self.weight, self.reduction, has_norms=has_norms)
+                has_norms = bool(self._batch_norms.normalising())
+                how = self._cutting, self.micro_batch_size, self.weight, self.reduction
+                runs_all = self.has_aux and not self._ranks.is_sharded  # there, all ranks make equally many passes
+                cut = Cut.of(batch, *how, has_norms=has_norms, runs_all=runs_all)
             if self._ranks.is_distributed:
                 self._ranks.check(self._gradients, cut.weights if self.reduction == "mean" else ())
             if window is None:
-                window = PartialWindow.of_step(cut)
+                window = PartialWindow.of_step(cut, self._new_aux(), is_of_step=is_step)
             else:
                 window.check_same(cut.weights)
                 window.check_unchanged(self._gradients.versions())
@@ -265,11 +343,11 @@ class Accumulator:
             self._has_seen_labels = True  # only the first batch is looked at, since that waits for the device
             if self.weight is None and self.reduction == "mean":
                 checks.warn_of_uncounted_labels(batch if cut.is_cut else cut.micro_batches[0])
-        if self._batch_norms:
-            self._warn_of_batch_norm(len(cut.weights))
+        if self._batch_norms.has_layers:
+            self._batch_norms.warn(len(cut.weights))
         if self._time_axis.has_layers:
             is_counted = self.weight is None and self.reduction == "mean"
-            self._time_axis.begin(cut.micro_batches, is_cut=cut.is_cut, is_counted=is_counted)
+            self._time_axis.begin(cut.micro_batches, self._cutting, is_cut=cut.is_cut, is_counted=is_counted)
         if self.scaler is not None:
             window.check_scale(self._precision.loss_scale())
         return cut, window, cut.counts(num_hooks)
@@ -301,8 +379,11 @@ class Accumulator:
         """Raises before anything begins: errors of earlier steps, calls in a wrong order, an interruption."""
         self._nonfinite.check(self._update.num_steps - 1)  # some ranks may not know yet how the last step ended
         self._nonfinite.check_not_stopped()
-        if self._window is not None and self._window.is_of_step != (call == "step()"):
+        is_backward = call == "backward()"
+        if self._window is not None and (is_backward or self._window.is_of_step != (call == "step()")):
             raise self._window.refuse(call)
+        if not is_backward:
+            self._optimizers.check_needs_no_closure(call)
         if what and self.is_interrupted and not self._ranks.is_distributed:
             self.is_interrupted = False
             raise Interrupted(
@@ -350,16 +431,19 @@ class Accumulator:
             if num >= num_wanted:
                 self._update.check_not_held_back()
             window = self._open(terms, num_wanted)
-            if self._batch_norms:
-                self._warn_of_batch_norm(num)
+            if self._batch_norms.has_layers:
+                self._batch_norms.warn(num)
             micro = MicroBatch(partial(self._eager.feed, window, terms), can_skip=not self._ranks.is_sharded)
             try:
                 with (
                     self._ranks.passing(is_last=False) if self._ranks.is_distributed else _NOTHING,
+                    self._batch_norms.passing(is_first=num == 1) if self._batch_norms.has_layers else _NOTHING,
                     self._precision.autocast() if self._precision.dtype else _NOTHING,
                 ):
                     yield micro
                 micro.check_fed()
+                if self._batch_norms.has_layers and micro.is_fed:
+                    self._batch_norms.pool()  # layers that ran after the backward pass
                 self._window = window if len(window) else None  # none was begun by a block that was skipped
             except BaseException as error:
                 window.seen = self._gradients.versions()
@@ -394,7 +478,7 @@ class Accumulator:
         if window is None:
             scale = None if self.scaler is None else self._precision.loss_scale()
             weights = Weights(self.reduction, reference, torch.where, num_wanted)
-            window = PartialWindow(weights, [Sums() for _ in terms], loss_scale=scale)
+            window = PartialWindow(weights, [Sums() for _ in terms], aux=self._new_aux(), loss_scale=scale)
         return window
 
     def flush(self) -> Step | None:
@@ -443,11 +527,13 @@ class Accumulator:
         if all_ranks.is_ending and not all_ranks.num_micro_batches:
             return None
         self._window = window  # it stays open if this rank ends it too early
-        self._ranks.check_in_sync(all_ranks, has_window=window is not None)
+        has_window = window is not None
+        self._ranks.check_in_sync(all_ranks, has_window=has_window)
         self._window = None
         if window is None:
             cut = Cut(reduction=self.reduction)
-            sums, losses = self._accumulate(cut, PartialWindow.of_step(cut), get_totals)
+            window = PartialWindow.of_step(cut, self._new_aux())
+            sums, losses = self._accumulate(cut, window, get_totals)
         else:
             sums = window.summed(all_ranks.total, self._ranks.divisor)
             if self._ranks.is_distributed:
@@ -457,16 +543,31 @@ class Accumulator:
                 if self._ranks.keeps_whole_gradients:  # they were inside of the model until now
                     sums.multiply(window.weights.rest(all_ranks.total)[0] * self._ranks.divisor)
             losses = self._ranks.sum_losses(window.losses, weights, all_ranks.total, self.reduction)
-        return self._update(sums, losses, all_ranks)
+        aux = self._combined_aux(window, weights, all_ranks)
+        if self._batch_norms.has_layers:
+            is_counted = has_weight(all_ranks.total, all_ranks.num_micro_batches, self.reduction)
+            self._batch_norms.close(has_window=has_window, is_counted=is_counted)
+        return aux.onto(self._update(sums, losses, all_ranks))
 
     @property
     def num_fed(self) -> int:
         """How many micro-batches `micro_batch()` has added to the window that is open."""
         return 0 if self._window is None or self._window.is_of_step else len(self._window)
 
-    def _warn_of_batch_norm(self, num_micro_batches: int) -> None:
-        if num_micro_batches > 1 and not self._has_warned_of_batch_norm:
-            self._has_warned_of_batch_norm = checks.warn_of_batch_norm(self.model)
+    def _new_aux(self) -> WindowAux | None:
+        return WindowAux(self.aux) if self.has_aux else None
+
+    def _combined_aux(
+        self, window: PartialWindow, weights: Sequence[Terms], totals: Totals, num_skipped: int = 0
+    ) -> BatchAux:
+        """What the loss returned beside its value, for the batch of all ranks."""
+        if window.aux is None:
+            return NO_AUX
+        return window.aux.combined(weights, totals.total, self._ranks, num_skipped)
+
+    def _check_no_window(self, name: str) -> None:
+        if self._window is not None:
+            raise OptionError(f"{name} was changed while a window is open: change it between windows, or call forget()")
 
     # --- verification ------------------------------------------------------------------------------------
 
@@ -510,8 +611,8 @@ class Accumulator:
 
     def _interruption(self, window: PartialWindow, num_passes: int) -> Interrupted:
         """Keeps what is done of the step, and returns the exception that says how to continue."""
-        if self._captured is not None:  # recorded passes add to memory of their own
-            window.sums[0].update({p: g.clone() for p, g in window.sums[0].items()})
+        if self._captured is not None:
+            self._unshare(window.sums[0])
         window.loss_scale, window.seen = self._precision.loss_scale(), self._gradients.versions()
         window.check_trainable(self._gradients.parameters())
         self._window = window
@@ -520,6 +621,11 @@ class Accumulator:
             f"step {self.num_steps + 1} was interrupted after {len(window.losses)} of {num_passes} micro-batches: "
             "save state_dict(), and call step() with the same batch to go on"
         )
+
+    @staticmethod
+    def _unshare(sums: Sums) -> None:
+        """Gives sums memory of their own: recorded passes add to memory that the next window uses again."""
+        sums.update({p: g.clone() for p, g in sums.items()})
 
     def forget(self) -> None:
         """Drops the window that is open or was interrupted, if there is one; the next one starts clean.
@@ -550,6 +656,8 @@ class Accumulator:
                     f"the gradients of {self.num_fed} micro-batches are inside of the model until the window ends: "
                     'save after a step, or pass reduce="micro_batch"'
                 )
+            if self._window is not None:
+                self._window.batch_norm = self._batch_norms.state()
             return {
                 "num_steps": self.num_steps,
                 "scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -564,7 +672,9 @@ class Accumulator:
             state: What `state_dict` returned.
         """
         with self._exclusive.hold("load_state_dict()"):
-            saved = SavedState.read(state, self.scaler, self._ranks, self._gradients, self.reduction)
+            saved = SavedState.read(state, self.scaler, self._ranks, self._gradients, self.reduction, self._new_aux())
+            if saved.window is not None:
+                self._batch_norms.load(saved.window.batch_norm)
             if self.scaler is not None:
                 self.scaler.load_state_dict(saved.scaler)
             self._window = saved.window

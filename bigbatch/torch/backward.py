@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import LossError
-from ..core.weight import Terms, as_terms, check_terms
+from ..core.weight import Terms, check_terms
+from .auxiliary import terms_and_aux
 from .batch import map_tensors
+from .batch_norm import BatchNorms
 from .distributed.ranks import Ranks
 from .gradients import GradientBuffer, Gradients
 from .internals import ALONE, STORAGE_USERS
@@ -26,12 +28,12 @@ class Backward:
     """Runs one micro-batch through the model, forward and backward.
 
         for micro_batch, weight in window:
-            losses.append(backward(loss, micro_batch, weight, get_shares, buffer))
+            values, aux = backward(loss, micro_batch, weight, get_shares, buffer)
 
     stands for
 
-            losses.append(loss(model, micro_batch))
-            (losses[-1] * weight / total).backward()
+            value, aux = loss(model, micro_batch)
+            (value * weight / total).backward()
     """
 
     def __init__(
@@ -42,6 +44,9 @@ class Backward:
         ranks: Ranks,
         transfer: Transfer | None,
         time_axis: TimeAxis,
+        batch_norms: BatchNorms,
+        *,
+        has_aux: bool,
     ) -> None:
         self._model = model
         self._gradients = gradients
@@ -49,31 +54,34 @@ class Backward:
         self._ranks = ranks
         self._transfer = transfer
         self._time_axis = time_axis
+        self.has_aux = has_aux
+        self.batch_norms = batch_norms
         self._seeds: dict[Any, Tensor] = {}
         """What backward passes started with: most micro-batches count the same."""
 
     def __call__(
         self, loss: Loss, micro_batch: Any, weight: Terms, get_shares: GetShares, buffer: GradientBuffer
-    ) -> list[Any]:
-        """Adds the gradient of one micro-batch; returns its losses, and keeps nothing else."""
+    ) -> tuple[list[Any], Any]:
+        """Adds the gradient of one micro-batch; returns its losses and aux, and keeps nothing else."""
         if buffer.is_in_grad:
             buffer.unload()
         if self._time_axis.is_watching:
             loss = self._time_axis.watched(loss)
-        terms = self.forward(loss, micro_batch)
+        terms, aux = self.forward(loss, micro_batch, len(weight))
         is_any_low = self._check(terms, weight)
         scaled = self.times_divisor(get_shares(weight))
         values = _values_of(terms)
         if not is_any_low:
             buffer.add(*self.terms_and_seeds(terms, scaled))
-            return values
+            return values, aux
         for t, (term, share) in enumerate(zip(terms, scaled, strict=True)):
             if share:
                 buffer.add(*self.terms_and_seeds((term,), (1.0,)), share, keep_graph=t < len(terms) - 1)
-        return values
+        return values, aux
 
-    def feed(self, window: PartialWindow, weight: Terms, micro: MicroBatch, losses: Terms) -> None:
+    def feed(self, window: PartialWindow, weight: Terms, micro: MicroBatch, loss: Any) -> None:
         """Adds the gradient of a loss that the user has computed, each term to sums of its own."""
+        losses, aux = terms_and_aux(loss, len(weight), has_aux=self.has_aux)
         is_any_low = self._check(losses, weight)
         is_sharded = self._ranks.is_sharded
         # The share becomes the unit of the sums, and not a factor of the loss, where that would round it; with a
@@ -83,6 +91,9 @@ class Backward:
         micro.has_begun = True
         shares = window.share(weight, is_movable=not is_sharded)
         values = _values_of(losses)
+        if self.batch_norms.is_watching:  # before the backward pass, in which layers may run again
+            self.batch_norms.pool()
+            self.batch_norms.begin()
         if not window.buffers:
             window.buffers = [GradientBuffer(self._gradients, sums) for sums in window.sums]
         for t, (term, share, buffer) in enumerate(zip(losses, shares, window.buffers, strict=True)):
@@ -90,6 +101,10 @@ class Backward:
                 seeded = self.terms_and_seeds((term,), (1.0 if in_units else share,))
                 with buffer:
                     buffer.add(*seeded, share if in_units else 1.0, keep_graph=t < len(losses) - 1)
+        if window.aux is not None:
+            window.aux.add(aux, None)
+        if self.batch_norms.is_watching:
+            self.batch_norms.begin()  # compiled code does not know that it runs again in a backward pass
         window.add(weight, values)
         micro.is_fed = True
 
@@ -97,7 +112,7 @@ class Backward:
         """Runs a spare micro-batch that counts zero, because ranks that have more micro-batches run the model."""
         with self._ranks.buffers_kept():
             spare = map_tensors(Tensor.clone, self._ranks.spare)  # a loss may write into it
-            terms = self.forward(loss, spare if self._transfer is None else self._transfer.brought(spare))
+            terms, _ = self._forward(loss, spare if self._transfer is None else self._transfer.brought(spare), None)
             buffer.add(
                 *self.terms_and_seeds(terms, tuple(torch.zeros_like(term) for term in terms))
             )  # what other ranks add
@@ -115,10 +130,18 @@ class Backward:
         divisor = self._ranks.divisor
         return shares if divisor == 1 else tuple(share * divisor for share in shares)
 
-    def forward(self, loss: Loss, micro_batch: Any) -> Terms:
-        """The loss of a micro-batch, term by term."""
+    def forward(self, loss: Loss, micro_batch: Any, num_weights: int | None) -> tuple[Terms, Any]:
+        """The loss of a micro-batch, term by term, and aux."""
+        if not self.batch_norms.is_watching:
+            return self._forward(loss, micro_batch, num_weights)
+        self.batch_norms.begin()
+        found = self._forward(loss, micro_batch, num_weights)
+        self.batch_norms.pool()
+        return found
+
+    def _forward(self, loss: Loss, micro_batch: Any, num_weights: int | None) -> tuple[Terms, Any]:
         with self.precision.autocast() if self.precision.dtype else nullcontext():
-            return as_terms(loss(self._model, micro_batch))
+            return terms_and_aux(loss(self._model, micro_batch), num_weights, has_aux=self.has_aux)
 
     def terms_and_seeds(self, terms: Terms, shares: Terms) -> tuple[list[Tensor], list[Tensor]]:
         """The terms that count, and their seeds: what a backward pass of sum_t share_t * term_t starts with.

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..core import batch as core_batch
 from ..core import labels as core_labels
 from ..core.errors import OptionError
-from .internals import BatchNorm, is_stepped_in_backward
+from .internals import is_stepped_in_backward
 
 
 def check_model(model: Any) -> None:
@@ -25,12 +24,8 @@ def check_model(model: Any) -> None:
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if not (callable(getattr(optimizer, "step", None)) and hasattr(optimizer, "param_groups")):
-        raise OptionError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptionError(
-            f"{type(optimizer).__name__} asks for a closure, to compute the loss several times in one step, "
-            "which accumulation cannot do: use an optimizer that steps on one gradient"
+            f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, or a list of several"
         )
     _check_own_scaler(optimizer)
     held = {p for group in optimizer.param_groups for p in group["params"]}
@@ -57,6 +52,12 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def needs_closure(optimizer: Any) -> bool:
+    """Whether the optimizer cannot step without a closure that computes the loss, as LBFGS cannot."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def _check_own_scaler(optimizer: Any) -> None:
     """accelerate's optimizer (1.15) has a GradScaler, which would unscale a gradient that was never scaled."""
     scaler = getattr(optimizer, "scaler", None)
@@ -71,7 +72,7 @@ def _check_own_scaler(optimizer: Any) -> None:
 def check_scheduler(name: str, scheduler: Any) -> Any:
     if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
         what = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else f"a {type(scheduler).__name__}"
-        raise OptionError(f"{name} is {what}: pass one learning rate scheduler")
+        raise OptionError(f"{name} is {what}: pass one learning rate scheduler, or a list of several")
     if isinstance(scheduler, ReduceLROnPlateau):
         raise OptionError(
             "ReduceLROnPlateau wants a metric with every step: step it yourself where you have the metric"
@@ -89,28 +90,8 @@ def check_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
-def warn_of_batch_norm(model: nn.Module) -> bool:
-    """Warns that BatchNorm sees micro-batches; returns whether it does."""
-    return core_batch.warn_of_batch_norm(batch_norms(model), "put them into eval mode")
-
-
 def warn_of_uncounted_labels(batch: Any) -> None:
     """Warns if labels of the batch are ignored although no weight counts them. Waits for the device."""
     found = core_labels.may_be_uncounted(batch)
     if isinstance(found, Tensor) and found.dtype in (torch.int64, torch.int32) and (found == core_labels.IGNORED).any():
         core_labels.warn_of_uncounted("bigbatch.torch")
-
-
-def batch_norms(model: nn.Module) -> list[str]:
-    """The names of the BatchNorm layers that normalise by the batch they are given."""
-    named = model.named_modules()
-    return [name for name, module in named if isinstance(module, BatchNorm) and normalises_by_batch(module)]
-
-
-def batch_norm_modules(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, BatchNorm)]
-
-
-def normalises_by_batch(module: Any) -> bool:
-    """Whether a BatchNorm layer uses the statistics of the batch it is given."""
-    return bool(module.training or module.running_mean is None)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -42,6 +43,11 @@ STORAGE_USERS: Any = torch._C._storage_Use_Count
 _one = torch.zeros(())
 # What STORAGE_USERS returns for a tensor that shares its memory with no other
 ALONE: int = STORAGE_USERS(_one.untyped_storage()._cdata)
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is in a backward pass: activation checkpointing runs layers again there."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def is_expanded(tensor: Tensor) -> bool:
@@ -89,6 +95,17 @@ def uncompiled(module_or_function: Any) -> Any:
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile or `module.compile()` would trace this module's hooks."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def has_plain_forward(module: nn.Module, kind: Any = _BatchNorm) -> bool:
+    """Whether this layer runs the code of torch's own BatchNorm, and not that of a subclass."""
+    return type(module).forward is kind.forward
+
+
+def batch_norm_into(module: Any, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    """What `_BatchNorm.forward` does in training (2.13), but leaves the statistics of `x` in `mean` and `var`."""
+    module._check_input_dim(x)
+    return F.batch_norm(x, mean, var, module.weight, module.bias, True, 1.0, module.eps)
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:

@@ -11,6 +11,7 @@ from ..core.errors import StateError
 from ..core.nonfinite import NonFinite
 from ..core.weight import Reduction, Weights
 from .arrays import from_array, to_array, with_sparse, without_sparse
+from .auxiliary import WindowAux
 from .distributed.ranks import Ranks
 from .distributed.shards import like, local
 from .gradients import Gradients
@@ -31,8 +32,19 @@ class SavedState:
     window: PartialWindow | None
 
     @classmethod
-    def read(cls, state: Any, scaler: Any, ranks: Ranks, gradients: Gradients, reduction: Reduction) -> "SavedState":
-        """Raises StateError if this is not a state, or if it does not fit this accumulator."""
+    def read(
+        cls,
+        state: Any,
+        scaler: Any,
+        ranks: Ranks,
+        gradients: Gradients,
+        reduction: Reduction,
+        aux: WindowAux | None = None,
+    ) -> "SavedState":
+        """Raises StateError if this is not a state, or if it does not fit this accumulator.
+
+        `aux` is what to load that of the open window into; None if the accumulator has no aux.
+        """
         if not isinstance(state, dict):
             raise StateError(f"the state is a {type(state).__name__}: {_ASK}")
         if missing := {"num_steps", "scaler", "window"} - set(state):
@@ -48,7 +60,7 @@ class SavedState:
                 int(state["num_steps"]),
                 NonFinite.read(state.get("skipped", {})),
                 {} if scaler is None else _of_the_same_types(state["scaler"], scaler.state_dict()),
-                None if window is None else _load_window(window, gradients, reduction),
+                None if window is None else _load_window(window, gradients, reduction, aux),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, StateError):
@@ -63,6 +75,7 @@ def _window_state(window: PartialWindow, parameters: list[Tensor]) -> _WindowSta
         "reduction": window.weights.reduction,
         "weights": fetch_weights(window.weights.weights),
         "reference": window.weights.reference,
+        "aux": None if window.aux is None else window.aux.state_dict(),
         "losses": [[float(value) for value in terms] for terms in window.losses],
         "gradients": [{number[p]: local(g).clone() for p, g in sums.items()} for sums in window.sums],
         "units": [float(sums.unit) for sums in window.sums],
@@ -70,10 +83,13 @@ def _window_state(window: PartialWindow, parameters: list[Tensor]) -> _WindowSta
         "loss_scale": None if window.loss_scale is None else float(window.loss_scale),
         "shapes": [tuple(local(p).shape) for p in parameters],
         "trainable": window.trainable,
+        "batch_norm": window.batch_norm,
     }
 
 
-def _load_window(state: _WindowState, gradients: Gradients, reduction: Reduction) -> PartialWindow:
+def _load_window(
+    state: _WindowState, gradients: Gradients, reduction: Reduction, aux: WindowAux | None
+) -> PartialWindow:
     """A window from what was saved; raises StateError if it has other parameters or options."""
     parameters = gradients.parameters()
     shapes = [tuple(local(p).shape) for p in parameters]
@@ -93,6 +109,13 @@ def _load_window(state: _WindowState, gradients: Gradients, reduction: Reduction
                 f"parameter {k} has the shape {tuple(saved)} in the state but {shape} in the optimizer: "
                 "load it into the same model and optimizer"
             )
+    if ((saved_aux := state.get("aux")) is None) != (aux is None):
+        raise StateError(
+            f"the state was saved with has_aux={saved_aux is not None}, this accumulator has has_aux={aux is not None}"
+            ": make it with the same"
+        )
+    if aux is not None and saved_aux is not None:
+        aux.load_state_dict(saved_aux, len(state["losses"]))
     weights = Weights(reduction, where=torch.where)
     weights.weights = [tuple(weight) for weight in state["weights"]]
     weights.reference = tuple(state["reference"])
@@ -102,9 +125,11 @@ def _load_window(state: _WindowState, gradients: Gradients, reduction: Reduction
         weights,
         [Sums() for _ in state["gradients"]],
         [list(terms) for terms in state["losses"]],
+        aux,
         None if loss_scale is None else torch.tensor(loss_scale),
         trainable=None if trainable is None else [bool(is_trained) for is_trained in trainable],
         is_of_step=bool(state["is_of_step"]),
+        batch_norm=state.get("batch_norm", {}),
     )
     for sums, saved, unit in zip(window.sums, state["gradients"], state["units"], strict=True):
         sums.unit = unit

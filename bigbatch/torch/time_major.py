@@ -1,4 +1,4 @@
-"""Recognises a time-major batch: its leading axis is time, so cutting it cuts sequences instead of samples."""
+"""Recognises a batch that is cut along time, so that sequences are cut instead of samples."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..core.errors import BatchError, warn
-from ..core.window import cuts
 from . import batch as nest
+from .batch import BatchAxis
+from .cutting import Cutting
 from .internals import is_compiled, own_buffers
 from .random import random_state_kept
 
@@ -19,7 +20,7 @@ _RECURRENT_OR_ATTENTION = (nn.RNNBase, nn.MultiheadAttention, nn.Transformer)
 
 
 class _Call(NamedTuple):
-    """The input of a layer whose leading axis is time."""
+    """The input of a layer."""
 
     layer: str
     num_steps: int
@@ -30,18 +31,20 @@ class _Call(NamedTuple):
         what = "one sequence" if self.num_samples is None else f"{self.num_samples} samples"
         return f"reaches {self.layer} as {self.num_steps} time steps of {what}"
 
-    def remedy(self) -> str:
+    def remedy(self, batch_axis: BatchAxis) -> str:
         if self.num_samples is None:
             return "give the layer an input with an axis of samples, and batch_first=True if that axis is the first"
-        return (
-            "put the samples first (x.transpose(0, 1) in the collate function, and back in forward), or pass "
-            "batch_first=True if they are first already"
-        )
+        if batch_axis != 0:
+            return f"pass batch_axis=0 in place of batch_axis={batch_axis} if the samples are first"
+        return "pass batch_axis=1, or batch_first=True to the layer if the samples are first already"
 
 
 @contextmanager
-def _time_major_calls(model: nn.Module) -> Iterator[list[_Call]]:
-    """Collects, inside the block, the calls of layers whose leading axis is time."""
+def _calls_along_time(model: nn.Module, batch_axis: BatchAxis) -> Iterator[list[_Call]]:
+    """Collects, inside the block, the calls of layers that may have been given a batch cut along time.
+
+    A batch that is cut along its leading axis is right for layers whose samples come first.
+    """
     calls: list[_Call] = []
     names = _layers(model)
 
@@ -56,6 +59,8 @@ def _time_major_calls(model: nn.Module) -> Iterator[list[_Call]]:
             calls.append(_Call(f"{what}, which takes 2 axes for time and features)", len(x), None))
         elif x.ndim > 2 and not layer.batch_first:
             calls.append(_Call(f"{what} with batch_first=False)", x.size(0), x.size(1)))
+        elif x.ndim > 2 and batch_axis != 0:
+            calls.append(_Call(f"{what} with batch_first=True)", x.size(1), x.size(0)))
 
     handles = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in names]
     try:
@@ -77,7 +82,9 @@ def _layers(model: nn.Module) -> dict[nn.Module, str]:
     }
 
 
-def cut_along_time(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any) -> str | None:
+def cut_along_time(
+    run: Callable[[Any], Any], model: nn.Module, micro_batch: Any, batch_axis: BatchAxis = 0
+) -> str | None:
     """Returns an error message if cutting a batch into micro-batches like this one cuts it along time; else None.
 
         message = cut_along_time(lambda rows: loss(model, rows), model, micro_batches[0])
@@ -90,67 +97,80 @@ def cut_along_time(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any
         run: Computes the loss of a micro-batch with this model; the result is not used.
         model: The model whose layers are watched.
         micro_batch: One micro-batch.
+        batch_axis: Where it was cut.
     """
-    calls = _calls_aside(run, model, micro_batch)
-    call = _confirmed(calls, run, model, micro_batch, _resized(micro_batch))
-    return None if call is None else _message(call, micro_batch)
+    calls = _calls_aside(run, model, micro_batch, batch_axis)
+    call = _confirmed(calls, run, model, micro_batch, _resized(micro_batch, batch_axis), batch_axis)
+    return None if call is None else _message(call, micro_batch, batch_axis)
 
 
-def cut_along_axis_1(batch: Any, micro_batch_size: int) -> list[Any] | None:
-    """Cuts a batch along its second axis, to test whether that is the axis of samples; None if it has no such axis.
+def other_axes(batch: Any, batch_axis: BatchAxis) -> Iterator[BatchAxis]:
+    """Other axes along which the samples of a batch may be, if all its tensors have one size along them.
 
-    For time-major models without a layer that shows it: if accumulating these micro-batches gives the gradient of the
-    batch, and accumulating its rows does not, the batch is time-major.
+    For models without a layer that shows it: if accumulating micro-batches cut along another axis gives the gradient
+    of the batch, and accumulating those cut along `batch_axis` does not, the samples are along the other one.
     """
-    sizes = {tensor.size(1) for tensor in nest.tensors(batch) if tensor.ndim > 1}
-    if len(sizes) != 1 or (size := sizes.pop()) < 2:
-        return None
-    return [
-        nest.map_tensors(lambda t: t[:, part] if t.ndim > 1 else t, batch)  # noqa: B023 - called at once
-        for part in cuts(size, micro_batch_size)
-    ]
+    own = [axis for *_, axis in nest.axes(batch, batch_axis)]
+    found = [tensor for tensor in nest.tensors(batch) if tensor.ndim]
+    for first in (1, 0):
+        sizes = {tensor.size(first) for tensor in found if tensor.ndim > first}
+        if len(sizes) == 1 and (size := sizes.pop()) > 1:
+            other = nest.suggested_axes(batch, size, first)
+            if [axis for *_, axis in nest.axes(batch, other)] != own:
+                yield other
 
 
-def _message(call: _Call, micro_batch: Any) -> str:
-    rows = nest.batch_size(micro_batch)
-    return f"the batch is cut along time: a micro-batch of {rows} rows {call.arrives()}; {call.remedy()}"
+def _message(call: _Call, micro_batch: Any, batch_axis: BatchAxis) -> str:
+    num = nest.batch_size(micro_batch, batch_axis=batch_axis)
+    rows = f"{num} rows" if batch_axis == 0 else f"{num} samples by batch_axis={batch_axis}"
+    return f"the batch is cut along time: a micro-batch of {rows} {call.arrives()}; {call.remedy(batch_axis)}"
 
 
 def _confirmed(
-    calls: list[_Call], run: Callable[[Any], Any], model: nn.Module, micro_batch: Any, other: Any
+    calls: list[_Call],
+    run: Callable[[Any], Any],
+    model: nn.Module,
+    micro_batch: Any,
+    other: Any,
+    batch_axis: BatchAxis,
 ) -> _Call | None:
     """The call whose number of time steps is the number of rows, and with `other` too if that can run."""
-    num_rows = nest.batch_size(micro_batch)
+    num_rows = nest.batch_size(micro_batch, batch_axis=batch_axis)
     suspects = [call for call in calls if call.num_steps == num_rows]
     if suspects and other is not None:
         with suppress(Exception):  # BatchNorm, say, may refuse a single row
-            num_other_rows = nest.batch_size(other)
-            calls = [call for call in _calls_aside(run, model, other) if call.num_steps == num_other_rows]
+            num_other_rows = nest.batch_size(other, batch_axis=batch_axis)
+            aside = _calls_aside(run, model, other, batch_axis)
+            calls = [call for call in aside if call.num_steps == num_other_rows]
             confirmed = {call._replace(num_steps=num_rows) for call in calls}
             return next((call for call in suspects if call in confirmed), None)
     # else it needs both axes of a tensor in the micro-batch, of which that of samples cannot come from the rows
-    seconds = {tensor.size(1) for tensor in _dense(micro_batch) if tensor.ndim > 1} - {1}
+    found = nest.axes(micro_batch, batch_axis)
+    seconds = {
+        t.size(1 if a == 0 else 0) for _, t, a in found if isinstance(t, Tensor) and a is not None and t.ndim > 1
+    }
+    seconds -= {1}
     fitting = [call for call in suspects if call.num_samples in seconds]
     return next((call for call in fitting if call.num_samples and call.num_samples % num_rows), None)
 
 
-def _resized(micro_batch: Any) -> Any:
+def _resized(micro_batch: Any, batch_axis: BatchAxis) -> Any:
     """The micro-batch without its last row, or with its only row twice; None if some tensors cannot be cut."""
-    size = nest.batch_size(micro_batch)
+    size = nest.batch_size(micro_batch, batch_axis=batch_axis)
     if len(_dense(micro_batch)) < len(nest.tensors(micro_batch)):
         return None
     if size > 1:
-        return nest.map_tensors(lambda t: t.narrow(0, 0, size - 1) if t.ndim else t, micro_batch)
-    return nest.map_tensors(lambda t: torch.cat([t, t]) if t.ndim else t, micro_batch)
+        return nest.map_axes(lambda t, axis: t.narrow(axis, 0, size - 1), micro_batch, batch_axis)
+    return nest.map_axes(lambda t, axis: torch.cat([t, t], axis), micro_batch, batch_axis)
 
 
-def _calls_aside(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any) -> list[_Call]:
+def _calls_aside(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any, batch_axis: BatchAxis) -> list[_Call]:
     """The calls in a run on copies of the buffers, because a backward pass may still need the originals."""
     held = [(own, dict(own)) for own in map(own_buffers, model.modules()) if own]
     try:
         for own, buffers in held:
             own.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
-        with random_state_kept(model), torch.no_grad(), _time_major_calls(model) as calls:
+        with random_state_kept(model), torch.no_grad(), _calls_along_time(model, batch_axis) as calls:
             run(nest.map_tensors(Tensor.clone, micro_batch))  # a loss may write into it
     finally:
         for own, buffers in held:
@@ -161,12 +181,13 @@ def _calls_aside(run: Callable[[Any], Any], model: nn.Module, micro_batch: Any) 
 class TimeAxis:
     """Watches the first pass of the first window with several micro-batches, to find batches cut along time.
 
-        axis.begin(micro_batches, …)        # once a window
+        axis.begin(micro_batches, cutting, …)        # once a window
         if axis.is_watching:                # before its first micro-batch
             loss = axis.watched(loss)
 
     If the batch was cut along time, it raises BatchError before anything has changed. A `Window` of micro-batches was
-    not cut: if they are weighted by their leading axis, and that is time, it warns.
+    not cut: if they are weighted by their leading axis, and that is time, it warns. Batches that are cut in another
+    way than along an axis are not watched.
 
     Args:
         model: The model whose layers are watched.
@@ -179,17 +200,19 @@ class TimeAxis:
         self._has_looked = False
         self.is_watching = False
         self._is_cut = True
+        self._batch_axis: BatchAxis = 0
 
     @functools.cached_property
     def has_layers(self) -> bool:
         return bool(_layers(self._model))
 
-    def begin(self, micro_batches: Sequence[Any], *, is_cut: bool, is_counted: bool) -> None:
-        """Starts a window; `is_counted` says whether a micro-batch counts by the size of its leading axis."""
+    def begin(self, micro_batches: Sequence[Any], cutting: Cutting, *, is_cut: bool, is_counted: bool) -> None:
+        """Starts a window; `is_counted` says whether a micro-batch counts by its number of samples."""
         self.is_watching = False
-        if self._has_looked or len(micro_batches) < 2 or not (is_cut or is_counted):
+        is_along_axis = cutting.cut is None and (is_cut or (is_counted and cutting.num_samples is None))
+        if self._has_looked or len(micro_batches) < 2 or not is_along_axis:
             return
-        self._is_cut = is_cut
+        self._is_cut, self._batch_axis = is_cut, cutting.batch_axis
         self.is_watching = is_cut or len(set(map(_shapes, micro_batches))) > 1  # else their weights are equal
 
     def watched(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -197,11 +220,12 @@ class TimeAxis:
         self.is_watching, self._has_looked = False, True
 
         def watched(model: nn.Module, micro_batch: Any) -> Any:
-            other = _resized(micro_batch) if self._can_run_twice else None  # before the loss changes it
+            axis = self._batch_axis
+            other = _resized(micro_batch, axis) if self._can_run_twice else None  # before the loss changes it
             whole = nest.map_tensors(lambda tensor: tensor, micro_batch)
-            with _time_major_calls(self._model) as calls:
+            with _calls_along_time(self._model, axis) as calls:
                 found = loss(model, micro_batch)
-            call = _confirmed(calls, lambda rows: loss(model, rows), self._model, whole, other)
+            call = _confirmed(calls, lambda rows: loss(model, rows), self._model, whole, other, axis)
             if call is not None:
                 self._report(call, whole)
             return found
@@ -211,10 +235,12 @@ class TimeAxis:
     def _report(self, call: _Call, micro_batch: Any) -> None:
         if self._is_cut:
             self._has_looked = False  # so that the next batch is refused too
-            raise BatchError(_message(call, micro_batch))
+            raise BatchError(_message(call, micro_batch, self._batch_axis))
+        num = nest.batch_size(micro_batch, batch_axis=self._batch_axis)
+        what = "leading axis" if self._batch_axis == 0 else f"axis {self._batch_axis}"
         warn(
-            f"micro-batches count by their leading axis, which is time: one of {nest.batch_size(micro_batch)} rows "
-            f"{call.arrives()}; pass weight=…, for example weight=lambda batch: batch[0].size(1), or {call.remedy()}"
+            f"micro-batches count by their {what}, which is time: one of {num} rows {call.arrives()}; "
+            f"{call.remedy(self._batch_axis)}"
         )
 
 

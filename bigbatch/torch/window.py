@@ -3,6 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,8 @@ from ..core.weight import (
     totals,
 )
 from ..core.window import Window
-from .batch import batch_size, cut
+from .auxiliary import WindowAux
+from .cutting import Cutting
 from .distributed.totals import GetTotals, LocalCounts
 from .sums import Sums
 
@@ -46,6 +48,7 @@ class Cut:
         sizes: How many samples each has; empty if that is not known.
         reduction: "mean" or "sum".
         is_cut: Whether bigbatch cut them, and not the user.
+        runs_all: Whether micro-batches of weight zero are run too, for their aux.
     """
 
     def __init__(
@@ -56,21 +59,33 @@ class Cut:
         reduction: Reduction = "mean",
         *,
         is_cut: bool = False,
+        runs_all: bool = False,
     ) -> None:
         self.micro_batches, self.weights, self.sizes = micro_batches, list(weights), sizes
         self.reduction, self.is_cut = reduction, is_cut
         self.largest_micro_batch: int | None = max(sizes, default=None)
         """How many samples the largest micro-batch has; None if that is not known."""
-        self.passes = [
-            (micro_batch, weight)
-            for micro_batch, weight in zip(micro_batches, weights, strict=True)
-            if reduction == "sum" or any(weight)  # skip zero weights: that mean may be 0/0
+        ran = [
+            number
+            for number, weight in enumerate(self.weights)
+            if reduction == "sum" or any(weight) or runs_all  # skip zero weights: that mean may be 0/0
         ]
+        self.passes = [(micro_batches[number], self.weights[number]) for number in ran]
+        self._pass_sizes = [sizes[number] for number in ran] if sizes else []
         self.pass_weights = [weight for _, weight in self.passes]
+        self.num_skipped = len(self.weights) - len(self.passes)
 
     @classmethod
     def of(
-        cls, batch: Any, micro_batch_size: int | None, weight: Weight | None, reduction: Reduction, *, has_norms: bool
+        cls,
+        batch: Any,
+        cutting: Cutting,
+        micro_batch_size: int | None,
+        weight: Weight | None,
+        reduction: Reduction,
+        *,
+        has_norms: bool,
+        runs_all: bool = False,
     ) -> "Cut":
         """Cuts and weighs a batch, or weighs the micro-batches of a window.
 
@@ -81,15 +96,25 @@ class Cut:
         if is_cut:
             if micro_batch_size is None:
                 raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
-            micro_batches, sizes = cut(batch, micro_batch_size, avoid_single_sample=has_norms)
+            micro_batches, sizes = cutting(batch, micro_batch_size, avoid_single_sample=has_norms)
         elif not batch:
             raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
         else:
             micro_batches = batch
             if weight is None:
-                sizes = [batch_size(part, f"micro_batch[{k}]") for k, part in enumerate(batch)]
+                sizes = [cutting.size(part, f"micro_batch[{k}]") for k, part in enumerate(batch)]
         weights = [(size,) for size in sizes] if weight is None else weigh(micro_batches, weight)
-        return cls(micro_batches, weights, sizes, reduction, is_cut=is_cut)
+        if is_cut and weight is not None and callable(cutting.cut):
+            cutting.check_weights(weigh([batch], weight)[0], weights)
+        return cls(micro_batches, weights, sizes, reduction, is_cut=is_cut, runs_all=runs_all)
+
+    def num_samples(self, number: int, cutting: Cutting) -> int | None:
+        """How many samples the micro-batch of this pass has; None if that is not known."""
+        if self._pass_sizes:
+            return self._pass_sizes[number]
+        with suppress(Exception):  # the loss may have changed the micro-batch
+            return cutting.size(self.passes[number][0], "micro_batch")
+        return None
 
     def has_all_terms(self, *weights: Terms) -> bool:
         """Whether every term has a weight in each of these micro-batches; a term without one is not computed."""
@@ -128,30 +153,34 @@ class PartialWindow:
             batch.
         sums: The gradient sums: of `micro_batch()` for each term, of `step()` for all terms together.
         losses: The losses so far, by micro-batch and term.
+        aux: What the loss returned beside its value so far; None without `has_aux`.
         loss_scale: What a GradScaler multiplied losses by when the window began.
         seen: What the parameters looked like after the last micro-batch; None if the window was loaded.
         trainable: Which parameters the micro-batches so far gave gradients to; None before the first.
         is_of_step: Whether it is that of `step()`.
         buffers: What adds to the sums of `micro_batch()`, by term.
         shares: What `share` has computed.
+        batch_norm: When it is saved or loaded: the statistics of BatchNorm layers so far.
     """
 
     weights: Weights
     sums: list[Sums]
     losses: list[list[Any]] = field(default_factory=list)
+    aux: WindowAux | None = None
     loss_scale: Tensor | None = None
     seen: list[int] | None = None
     trainable: list[bool] | None = None
     is_of_step: bool = False
     buffers: list[Any] = field(default_factory=list)
     shares: dict[Terms, Terms] = field(default_factory=dict)
+    batch_norm: dict[str, list[Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of_step(cls, cut: Cut) -> "PartialWindow":
-        """One whose micro-batches are all known."""
+    def of_step(cls, cut: Cut, aux: WindowAux | None = None, *, is_of_step: bool = True) -> "PartialWindow":
+        """One whose micro-batches are all known: of `step()`, or of `backward()`, which is not interrupted."""
         weights = Weights(cut.reduction)
         weights.weights = cut.weights
-        return cls(weights, [Sums()], is_of_step=True)
+        return cls(weights, [Sums()], aux=aux, is_of_step=is_of_step)
 
     def __len__(self) -> int:
         return len(self.weights.weights)
@@ -202,7 +231,7 @@ class PartialWindow:
     def refuse(self, call: str) -> OrderError:
         """The error if this call cannot continue this window."""
         if not self.is_of_step:
-            return OrderError(f"a window of {len(self)} micro-batches is open: call flush() before step()")
+            return OrderError(f"a window of {len(self)} micro-batches is open: call flush() before {call}")
         return OrderError(
             f"{call} was called after a step that was interrupted with {len(self.losses)} micro-batches "
             "done: call step() with the same batch to end it, or forget() to drop it"
@@ -284,7 +313,8 @@ class MicroBatch:
         """Adds the gradient of this micro-batch's loss to the window.
 
         Args:
-            loss: The mean over what `weight` counts; a tuple if `weight` is one.
+            loss: The mean over what `weight` counts; a tuple if `weight` is one. It may be whatever a loss may return:
+                a mapping with "loss", or the pair `(loss, aux)` with `has_aux=True`.
         """
         if self.is_over:
             raise OrderError("micro.backward was called after its block, where nothing is added: call it in the block")
@@ -292,7 +322,7 @@ class MicroBatch:
             raise OrderError("micro.backward was called twice in one micro-batch: add the losses up before")
         if self.is_skipped:
             raise OrderError("micro.backward was called after micro.skip(): call one of them")
-        self._feed(self, as_terms(loss))
+        self._feed(self, loss)
 
     def skip(self) -> None:
         """Leaves this micro-batch out, instead of `backward`: the window continues as if it had not been.
@@ -304,9 +334,9 @@ class MicroBatch:
                 else:
                     micro.skip()
 
-        The window still gets its `accumulation_steps` micro-batches. Random numbers that were drawn stay drawn, and
-        BatchNorm's running statistics stay updated. With DistributedDataParallel each rank may skip its own; with
-        fully_shard none can, since all ranks run each micro-batch together.
+        The window still gets its `accumulation_steps` micro-batches. Random numbers that were drawn stay drawn;
+        running statistics of BatchNorm leave it out, unless `batch_norm="micro_batch"`. With DistributedDataParallel
+        each rank may skip its own; with fully_shard none can, since all ranks run each micro-batch together.
         """
         if self.is_over:
             raise OrderError("micro.skip was called after its block: call it in the block")

@@ -113,11 +113,11 @@ def test_batch_norm_is_named(framework: str) -> None:
     assert any("ormali" in cause for cause in found["causes"])
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, 1, 2])
 def test_tasks_in_the_documentation(number: int, tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
     tasks = re.findall("```python\n(.*?)```", text, re.DOTALL)
-    assert len(tasks) == 2
+    assert len(tasks) == 3
     (tmp_path / "task.py").write_text(tasks[number], encoding="utf-8")
     done = run("verify", tmp_path / "task.py")
     assert done.returncode == 0, done.stderr

@@ -104,6 +104,17 @@ for name in {names}:
     assert told["nothing"].startswith("cannot import name 'nothing' from 'bigbatch.jax'")
 
 
+@needs_torch
+def test_names_that_bigbatch_torch_does_not_have():
+    with pytest.raises(ImportError, match=r"bigbatch\.torch has no windows: import it from bigbatch"):
+        from bigbatch.torch import windows  # noqa: F401
+    with pytest.raises(ImportError, match=r"bigbatch\.torch has no micro_batch: it is a method"):
+        from bigbatch.torch import micro_batch  # noqa: F401
+    import bigbatch.torch
+
+    assert not hasattr(bigbatch.torch, "__version__")
+
+
 def test_other_names_are_missing_as_in_any_module():
     with pytest.raises(ImportError, match="cannot import name 'nothing' from 'bigbatch'"):
         from bigbatch import nothing  # noqa: F401
@@ -124,7 +135,7 @@ def test_the_extra_all_is_all_extras():
     [
         pytest.param(
             "torch",
-            ["Accumulator", "Checkpoints", "MicroBatch", "train_with_accumulation", "verify", "weights"],
+            ["Accumulator", "Checkpoints", "MicroBatch", "recalibrate", "train_with_accumulation", "verify", "weights"],
             marks=needs_torch,
         ),
         (

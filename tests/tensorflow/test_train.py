@@ -151,3 +151,12 @@ def test_no_epochs_are_refused() -> None:
     model = make_model(DIGITS)
     with pytest.raises(OptionError, match="epochs is 0"):
         train_with_accumulation(model, [], sgd(), make_loss(DIGITS), accumulation_steps=4, epochs=0)
+
+
+@pytest.mark.usefixtures("float64")
+def test_on_step_is_called_with_each_step() -> None:
+    model, seen = make_model(DIGITS), []
+    options: dict[str, Any] = {"accumulation_steps": 4, "epochs": 2, "on_step": seen.append}
+    history = train_with_accumulation(model, micro_batches(DIGITS), sgd(), make_loss(DIGITS), **options)
+    assert [step.loss for step in seen] == [step.loss for step in history.steps]
+    assert len(seen) == 4

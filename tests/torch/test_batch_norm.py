@@ -1,18 +1,22 @@
-"""BatchNorm in training mode where a batch does not divide into micro-batches."""
+"""BatchNorm in training mode: where the batch is cut, and running statistics, which are those of the whole batch."""
 
 import copy
+import io
+import pickle
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from bigbatch import BatchError, BigBatchWarning
+from bigbatch import BatchError, BigBatchWarning, Interrupted, OptionError, OrderError, StateError, Window
 from bigbatch.torch import Accumulator, verify
+from bigbatch.torch.internals import is_in_backward
 
-from .training import sgd
+from .training import flat, sgd
 
 pytestmark = pytest.mark.filterwarnings("ignore::bigbatch.BigBatchWarning")
 
@@ -53,7 +57,7 @@ def test_a_remainder_of_one_gets_a_second_sample(size: int, options: dict[str, A
     for part in zip(*(t.split(sizes) for t in data(size)), strict=True):
         (loss(by_hand, part) * len(part[0]) / size).backward()
     optimizer.step()
-    for p, q in zip(model.state_dict().values(), by_hand.state_dict().values(), strict=True):
+    for p, q in zip(model.parameters(), by_hand.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
@@ -125,3 +129,568 @@ def test_the_warning_comes_once() -> None:
         for _ in range(3):
             accumulator.step(data(7))
     assert [w.category for w in caught] == [BigBatchWarning]
+
+
+# --- running statistics ---------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """BatchNorm first, and again behind other layers."""
+
+    def __init__(self, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.BatchNorm2d(3, momentum=momentum)
+        self.conv = nn.Conv2d(3, 4, 2)
+        self.second = nn.BatchNorm2d(4, momentum=None if momentum is None else 0.3)
+        self.head = nn.Linear(16, 2)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.head(self.second(self.conv(self.first(x)).tanh()).flatten(1))
+        return hidden
+
+
+def images(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    """The statistics drift, so that those of micro-batches are far apart."""
+    torch.manual_seed(1)
+    drift = torch.linspace(0, 5, sum(sizes), dtype=torch.float64).reshape(-1, 1, 1, 1)
+    x = torch.randn(sum(sizes), 3, 3, 3, dtype=torch.float64) * (1 + drift) + drift
+    y = torch.randn(sum(sizes), 2, dtype=torch.float64)
+    return list(zip(x.split(sizes), y.split(sizes), strict=True))
+
+
+def feed(accumulator: Accumulator, batch: tuple[Tensor, Tensor], size: int) -> None:
+    """`micro_batch()` instead of `step()`."""
+    for part in zip(*(t.split(size) for t in batch), strict=True):
+        with accumulator.micro_batch(weight=len(part[0])) as micro:
+            micro.backward(loss(accumulator.model, part))
+    accumulator.flush()
+
+
+def train(model: nn.Module, batches: Any, size: int, way: str = "batch", **options: Any) -> Accumulator:
+    accumulator = Accumulator(model, sgd(model), loss, size, accumulation_steps=1000, **options)
+    for batch in batches:
+        if way == "batch":
+            accumulator.step(batch)
+        elif way == "window":
+            accumulator.step(Window([*zip(*(t.split(size) for t in batch), strict=True)]))
+        else:
+            feed(accumulator, batch, size)
+    return accumulator
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def distance(ours: nn.Module, theirs: dict[str, Tensor], *names: str) -> float:
+    now = buffers(ours)
+    assert now.keys() == theirs.keys()
+    return max(float((now[n] - theirs[n]).abs().max()) for n in names or now)
+
+
+@pytest.mark.parametrize("way", ["batch", "window", "micro_batch"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 7])
+def test_a_first_layer_has_the_statistics_of_the_full_batch(size: int, momentum: float | None, way: str) -> None:
+    batches = images(7, 2, 5)
+    full = Net(momentum)
+    for batch in batches:
+        full(batch[0])  # the input of the first layer does not depend on parameters
+    model = Net(momentum)
+    train(model, batches, size, way)
+    names = [f"first.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
+    assert distance(model, buffers(full), *names) <= 1e-12
+    assert model.second.num_batches_tracked == 3
+
+
+class Recorded:
+    """The statistics that BatchNorm layers should have, from the activations of all micro-batches, in float64."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+        self.inputs: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self.layers}
+        self.expected = {layer: [layer.running_mean.clone(), layer.running_var.clone()] for layer in self.layers}
+        for layer in self.layers:
+            layer.register_forward_pre_hook(lambda layer, args: self.inputs[layer].append(args[0].detach()))
+
+    def end_of_step(self) -> None:
+        for layer in self.layers:
+            x = torch.cat(self.inputs[layer]).transpose(0, 1).flatten(1)
+            found = x.mean(1), x.var(1)
+            m = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+            self.expected[layer] = [
+                (1 - m) * old + m * new for old, new in zip(self.expected[layer], found, strict=True)
+            ]
+            self.inputs[layer].clear()
+
+    def error(self) -> float:
+        pairs = [(layer, self.expected[layer]) for layer in self.layers]
+        return max(
+            float((own - wanted).abs().max())
+            for layer, expected in pairs
+            for own, wanted in zip((layer.running_mean, layer.running_var), expected, strict=True)
+        )
+
+
+@pytest.mark.parametrize(("mode", "is_off"), [("batch", False), ("micro_batch", True)])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_three_epochs_equal_the_recorded_activations(mode: Any, is_off: bool, momentum: float | None) -> None:
+    """The negative control is the update by every micro-batch, as any other loop makes it."""
+    model = Net(momentum)
+    recorded = Recorded(model)
+    accumulator = Accumulator(model, sgd(model), loss, 3, batch_norm=mode)
+    for _ in range(3):
+        for batch in images(7, 5):
+            accumulator.step(batch)
+            recorded.end_of_step()
+    assert recorded.error() > 0.1 if is_off else recorded.error() <= 1e-10
+
+
+def test_negative_control_one_window() -> None:
+    (batch,) = images(12)
+    full = Net()
+    full(batch[0])
+    mean, var = ([f"first.running_{what}"] for what in ("mean", "var"))
+    naive, ours = Net(), Net()
+    train(naive, [batch], 3, batch_norm="micro_batch")
+    train(ours, [batch], 3)
+    assert distance(naive, buffers(full), *mean) > 0.3
+    assert distance(naive, buffers(full), *var) > 1
+    assert distance(ours, buffers(full), *mean, *var) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm, nn.BatchNorm3d])
+def test_other_kinds_of_layers(kind: Any) -> None:
+    torch.manual_seed(0)
+    shape = {nn.BatchNorm3d: (7, 3, 2, 2, 2)}.get(kind, (7, 3))
+    x, y = torch.randn(shape, dtype=torch.float64), torch.randn(7, 1, dtype=torch.float64)
+    full = nn.Sequential(kind(3), nn.Flatten(), nn.LazyLinear(1)).double()
+    full(x)
+    full[0].reset_running_stats()
+    model = copy.deepcopy(full)
+    full(x)
+    train(model, [(x, y)], 3)
+    assert distance(model, buffers(full)) <= 1e-12
+
+
+class Activated(nn.BatchNorm2d):
+    """A layer with its own code, as timm has them, which may even read the running statistics."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.running_mean.clone()
+        return super().forward(x).tanh()
+
+
+@pytest.mark.parametrize("how", ["subclass", "forward of the instance"])
+def test_a_layer_with_its_own_code(how: str) -> None:
+    (batch,) = images(7)
+    full, model = Net(), Net()
+    full(batch[0])
+    before = buffers(model)["first.running_mean"]
+    if how == "subclass":
+        model.first = Activated(3).double()
+    else:  # as accelerate does
+        plain = model.first.forward
+        model.first.forward = lambda x: plain(x)
+    train(model, [batch], 3)
+    assert distance(model, buffers(full), "first.running_mean", "first.running_var") <= 1e-12
+    assert model.first.num_batches_tracked == 1
+    if how == "subclass":
+        assert torch.equal(model.first.seen, before)
+    else:
+        assert "forward" in vars(model.first)
+
+
+class Twice(nn.Module):
+    """One layer that is used twice; with `again`, recomputed in the backward pass."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(4)
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.reentrant = reentrant
+        self.double()
+
+    def block(self, x: Tensor) -> Tensor:
+        result: Tensor = self.norm(self.body(self.norm(x)).tanh())
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        reentrant = self.reentrant
+        hidden = self.block(x) if reentrant is None else checkpoint(self.block, x, use_reentrant=reentrant)
+        result: Tensor = self.head(hidden)
+        return result
+
+
+@pytest.mark.parametrize("way", ["batch", "micro_batch"])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_shared_layer_pools_all_calls_and_recomputation_does_not_count(reentrant: bool | None, way: str) -> None:
+    batch, model = data(8), Twice(reentrant)
+    inputs: list[Tensor] = []
+
+    def note(_: nn.Module, args: Any) -> None:
+        if not is_in_backward():
+            inputs.append(args[0].detach())
+
+    model.norm.register_forward_pre_hook(note)
+    train(model, [batch], 3, way)
+    x = torch.cat(inputs)
+    assert len(x) == 16
+    assert (model.norm.running_mean - 0.1 * x.mean(0)).abs().max() <= 1e-12
+    assert (model.norm.running_var - 0.9 - 0.1 * x.var(0)).abs().max() <= 1e-12
+    assert model.norm.num_batches_tracked == 1
+
+
+def test_layers_that_do_not_run_or_are_in_eval_mode_keep_their_statistics() -> None:
+    model = Net()
+    model.unused = nn.BatchNorm2d(3)
+    model.second.eval()
+    before = buffers(model)
+    train(model, images(7), 3)
+    assert distance(model, before, *(name for name in before if not name.startswith("first"))) == 0
+    assert distance(model, before, "first.running_mean") > 0
+
+
+def test_values_that_are_not_finite_stay_out_of_running_statistics() -> None:
+    """The step is skipped; a layer whose statistics are finite is updated, as by the forward pass of a full batch."""
+    model, full = Net(), Net()
+    spoiled, clean = images(7, 5)
+    with torch.no_grad():
+        model.conv.bias[0] = torch.nan
+    before = buffers(model)
+    accumulator = train(model, [spoiled], 3)
+    full(spoiled[0])
+    assert distance(model, buffers(full), *(n for n in before if n.startswith("first"))) <= 1e-12
+    assert distance(model, before, *(n for n in before if n.startswith("second"))) == 0
+    with torch.no_grad():
+        model.conv.bias[0] = 0
+    assert accumulator.step(clean).is_applied
+    assert all(torch.isfinite(b).all() for b in buffers(model).values())
+    assert model.second.num_batches_tracked == 1
+
+
+# --- nothing leaks ------------------------------------------------------------------------------------------------
+
+
+def assert_untouched(model: nn.Module, before: dict[str, Tensor], objects: list[int]) -> None:
+    assert distance(model, before) == 0
+    assert [id(b) for b in model.buffers()] == objects
+    for layer in model.modules():
+        assert "forward" not in vars(layer)
+        assert getattr(layer, "momentum", 0.1) in (0.1, 0.3)
+        assert layer.training
+
+
+def test_between_micro_batches_and_inside_of_the_loss_the_model_is_as_before() -> None:
+    model, (batch,) = Net(), images(8)
+    before, objects = buffers(model), [id(b) for b in model.buffers()]
+    accumulator = Accumulator(model, sgd(model), accumulation_steps=4)
+    for number, part in enumerate(zip(*(t.split(2) for t in batch), strict=True)):
+        assert_untouched(model, before, objects)
+        with accumulator.micro_batch(weight=2) as micro:
+            value = loss(model, part)
+            assert distance(model, before) == 0
+            model.eval()
+            model(part[0])  # an evaluation in the middle
+            model.train()
+            micro.backward(value)
+            assert distance(model, before) == 0
+        assert (micro.step is not None) == (number == 3)
+    full = Net()
+    full(batch[0])
+    assert distance(model, buffers(full), "first.running_mean", "first.running_var") <= 1e-12
+
+
+@pytest.mark.parametrize("way", ["batch", "micro_batch"])
+def test_an_error_leaves_everything_as_it_was(way: str) -> None:
+    model, (batch, other) = Net(), images(8, 6)
+    before, objects = buffers(model), [id(b) for b in model.buffers()]
+    num_calls = 0
+
+    def failing(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        value = loss(model, batch)
+        if num_calls == 3:
+            raise RuntimeError("on purpose")
+        return value
+
+    accumulator = Accumulator(model, sgd(model), failing, 2, accumulation_steps=4)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        if way == "batch":
+            accumulator.step(batch)
+        for part in zip(*(t.split(2) for t in batch), strict=True):
+            with accumulator.micro_batch(weight=2) as micro:
+                micro.backward(failing(model, part))
+    assert_untouched(model, before, objects)
+    if way == "batch":
+        accumulator.step(other)
+        full = Net()
+        full(other[0])
+    else:  # the block that failed does not count, and the window goes on
+        for part in zip(*(t.split(2) for t in (batch[0][6:], batch[1][6:])), strict=True):
+            with accumulator.micro_batch(weight=2) as micro:
+                micro.backward(loss(model, part))
+        with accumulator.micro_batch(weight=2) as micro:
+            model(other[0][:1])  # as if it had not been
+            micro.skip()
+        accumulator.flush()
+        full = Net()
+        full(torch.cat([batch[0][:4], batch[0][6:]]))
+    assert distance(model, buffers(full), "first.running_mean", "first.running_var") <= 1e-12
+
+
+def test_a_window_that_is_forgotten_does_not_count() -> None:
+    model, (batch, other) = Net(), images(6, 7)
+    accumulator = Accumulator(model, sgd(model), loss, 3, accumulation_steps=4)
+    with accumulator.micro_batch(weight=6) as micro:
+        micro.backward(loss(model, batch))
+    accumulator.forget()
+    accumulator.step(other)
+    full = Net()
+    full(other[0])
+    assert distance(model, buffers(full), "first.running_mean", "first.running_var") <= 1e-12
+
+
+def test_zero_weights_do_not_count() -> None:
+    model, (batch,) = Net(), images(7)
+    weights = iter([3, 0, 1])
+    accumulator = Accumulator(model, sgd(model), loss, 3, weight=lambda _: next(weights))
+    accumulator.step(batch)
+    full = Net()
+    full(torch.cat([batch[0][:3], batch[0][5:]]))  # cut into 3, 2 and 2
+    assert distance(model, buffers(full), "first.running_mean", "first.running_var") <= 1e-12
+    before = buffers(model)
+    accumulator.weight = lambda _: 0
+    accumulator.step(batch)
+    accumulator.accumulation_steps = 1
+    with accumulator.micro_batch(weight=0) as micro:
+        micro.backward(loss(model, batch))
+    assert distance(model, before) == 0
+
+
+def test_copies_of_the_model_in_a_loss_are_left_alone() -> None:
+    model, (batch,) = Net(), images(7)
+
+    def copying(model: nn.Module, batch: Any) -> Tensor:
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            twin.first.weight.mul_(3)
+        assert not torch.equal(twin.first(batch[0]), model.first.eval()(batch[0]))
+        model.first.train()
+        assert twin.first.num_batches_tracked == 1
+        own = {name: b.clone() for name, b in model.named_buffers()}
+        torch.func.functional_call(model, own, batch[0])
+        assert own["first.num_batches_tracked"] == 1
+        return loss(model, batch)
+
+    accumulator = Accumulator(model, sgd(model), copying, 7)
+    accumulator.step(batch)
+    full = Net()
+    full(batch[0])
+    assert distance(model, buffers(full), "first.running_mean", "first.num_batches_tracked") <= 1e-12
+
+
+# --- interruption and saving ---------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(accumulator: Accumulator, how: str) -> Accumulator:
+    if how == "copy":
+        return copy.deepcopy(accumulator)
+    if how == "pickle":
+        return cast(Accumulator, pickle.loads(pickle.dumps(accumulator)))
+    if how == "same":
+        return accumulator
+    file = io.BytesIO()
+    torch.save([accumulator.model.state_dict(), accumulator.state_dict()], file)
+    file.seek(0)
+    of_model, of_accumulator = torch.load(file, weights_only=True)
+    model = Net()
+    model.load_state_dict(of_model)
+    fresh = Accumulator(model, sgd(model), accumulator.loss, 2, accumulation_steps=4)
+    fresh.load_state_dict(of_accumulator)
+    return fresh
+
+
+@pytest.mark.parametrize("how", ["same", "state_dict", "copy", "pickle"])
+@pytest.mark.parametrize("way", ["batch", "micro_batch"])
+def test_a_window_continues_bit_for_bit(way: str, how: str) -> None:
+    (batch, later), found = images(8, 6), []
+    for is_stopped in (False, True):
+        model = Net()
+        accumulator = Accumulator(model, sgd(model), loss, 2, accumulation_steps=4)
+        if way == "batch":
+            if is_stopped:
+                accumulator.loss = interrupting = Interrupting(accumulator)
+                with pytest.raises(Interrupted):
+                    accumulator.step(batch)
+                accumulator.loss = interrupting.accumulator = loss
+                accumulator = saved_and_loaded(accumulator, how)
+            accumulator.step(batch)
+        for number, part in enumerate(zip(*(t.split(2) for t in later), strict=True)):
+            with accumulator.micro_batch(weight=2) as micro:
+                micro.backward(loss(accumulator.model, part))
+            if is_stopped and number == 1:
+                accumulator = saved_and_loaded(accumulator, how)
+        accumulator.flush()
+        found.append(accumulator.model.state_dict())
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
+class Interrupting:
+    def __init__(self, accumulator: Any) -> None:
+        self.accumulator, self.num_calls = accumulator, 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls == 3:
+            self.accumulator.interrupt()
+        return loss(model, batch)
+
+
+def test_statistics_of_another_model_are_refused() -> None:
+    model = Net()
+    accumulator = Accumulator(model, sgd(model), accumulation_steps=4)
+    with accumulator.micro_batch(weight=7) as micro:
+        micro.backward(loss(model, images(7)[0]))
+    state = accumulator.state_dict()
+    state["window"]["batch_norm"]["other"] = state["window"]["batch_norm"].pop("first")
+    with pytest.raises(StateError, match=r"3 channels for a BatchNorm layer 'other'"):
+        accumulator.load_state_dict(state)
+
+
+# --- the options ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["batch", "window", "micro_batch"])
+def test_frozen_is_exact_without_a_warning(way: str) -> None:
+    batches = images(7, 4)
+    model = Net()
+    model(batches[0][0])  # so that there are statistics
+    full = copy.deepcopy(model)
+    full.first.eval()
+    full.second.eval()
+    optimizer, before = sgd(full), buffers(full)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss(full, batch).backward()
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, batches, 2, way, batch_norm="frozen")
+    assert distance(model, before) == 0
+    for p, q in zip(model.parameters(), full.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+    assert all(module.training for module in model.modules())
+
+
+def test_verify_with_frozen_layers() -> None:
+    model, (batch,) = Net(), images(7)
+    assert verify(model, batch, loss, 2, batch_norm="frozen").is_exact
+    found = verify(model, batch, loss, 2)
+    assert not found.is_exact
+    assert any('batch_norm="frozen"' in cause for cause in found.causes)
+    accumulator = Accumulator(model, sgd(model), loss, 2, batch_norm="frozen")
+    assert accumulator.verify(batch).is_exact
+    with pytest.raises(OptionError, match="batch_norm='none' is unknown"):
+        verify(model, batch, loss, 2, batch_norm="none")  # type: ignore[arg-type]
+    assert sizes_of(make(), 7, 3) == [3, 2, 2]
+    sizes: list[int] = []
+
+    def noting(model: nn.Module, batch: Any) -> Tensor:
+        sizes.append(len(batch[0]))
+        return loss(model, batch)
+
+    train_of = make()
+    Accumulator(train_of, sgd(train_of), noting, 3, batch_norm="frozen").step(data(7))
+    assert sizes == [3, 3, 1]
+
+
+def test_a_loss_that_thaws_frozen_layers_is_refused() -> None:
+    def thawing(model: nn.Module, batch: Any) -> Tensor:
+        return loss(model.train(), batch)
+
+    model, (batch,) = Net(), images(7)
+    before = flat(model)
+    with pytest.raises(OrderError, match=r"train\(\) was called during a pass, which put 2 of 2 frozen"):
+        Accumulator(model, sgd(model), thawing, 3, batch_norm="frozen").step(batch)
+    assert torch.equal(flat(model), before)
+
+
+def test_layers_without_running_statistics_cannot_be_frozen() -> None:
+    model = make(track_running_stats=False)
+    with pytest.warns(BigBatchWarning, match="normalise by the micro-batch"):
+        Accumulator(model, sgd(model), loss, 3, batch_norm="frozen").step(data(7))
+
+
+def test_the_option_is_checked_and_changes_between_windows() -> None:
+    model, (batch, other) = Net(), images(8, 6)
+    with pytest.raises(OptionError, match=r"batch_norm='pooled' is unknown: pass \"batch\", \"micro_batch\" or"):
+        Accumulator(model, sgd(model), loss, 2, batch_norm="pooled")  # type: ignore[arg-type]
+    accumulator = Accumulator(model, sgd(model), loss, 2, accumulation_steps=4)
+    with accumulator.micro_batch(weight=8) as micro:
+        micro.backward(loss(model, batch))
+    with pytest.raises(OptionError, match="batch_norm was changed while a window is open"):
+        accumulator.batch_norm = "frozen"
+    accumulator.batch_norm = "batch"
+    accumulator.flush()
+    accumulator.batch_norm = "frozen"
+    before = buffers(model)
+    accumulator.step(other)
+    assert distance(model, before) == 0
+    with pytest.raises(OptionError, match="is unknown"):
+        accumulator.batch_norm = None
+
+
+# --- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("what", ["model", "loss", "in place"])
+def test_compiled(what: str) -> None:
+    torch.compiler.reset()
+    (batch, other), model = images(7, 5), Net()
+    full = Net()
+    full(batch[0])
+    full(other[0])
+    how: Any = {"backend": "aot_eager", "fullgraph": True}
+    trained: nn.Module = torch.compile(model, **how) if what == "model" else model
+    if what == "in place":
+        model.compile(**how)
+    own_loss = torch.compile(loss, **how) if what == "loss" else loss
+    accumulator = Accumulator(trained, sgd(model), own_loss, 3)
+    accumulator.step(batch)
+    accumulator.step(other)
+    assert distance(model, buffers(full), "first.running_mean", "first.running_var") <= 1e-12
+    trained(batch[0])  # outside of a step, the layers update their statistics as always
+    assert model.first.num_batches_tracked == model.second.num_batches_tracked == 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_code_that_cannot_be_pooled_is_told_of() -> None:
+    torch.compiler.reset()
+    model = Net()
+    model.first = Activated(3).double()
+    accumulator = Accumulator(torch.compile(model, backend="eager"), sgd(model), loss, 3)
+    with pytest.warns(
+        BigBatchWarning, match=r"1 BatchNorm layer \(.*first first\) updated running statistics with every"
+    ):
+        accumulator.step(images(7)[0])
+    assert model.first.num_batches_tracked == 3
+    assert model.second.num_batches_tracked == 1
+
+
+def test_a_copy_of_an_accumulator_has_layers_of_its_own() -> None:
+    model, (batch,) = Net(), images(7)
+    accumulator = Accumulator(model, sgd(model), loss, 3)
+    accumulator.step(batch)
+    before = buffers(model)
+    twin = copy.deepcopy(accumulator)
+    twin.step(batch)
+    assert distance(model, before) == 0
+    assert distance(twin.model, before) > 0

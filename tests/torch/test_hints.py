@@ -26,7 +26,7 @@ from .test_accumulator import assert_exact_step, loss, make, make_batch, make_mo
         ("micro_batchsize", r"did you mean micro_batch_size\?"),
         ("loss_fn", r"did you mean loss\?"),
         ("lr_scheduler", r"did you mean scheduler\?"),
-        ("verbose", "its options are model, optimizer, loss, micro_batch_size, .*, max_skipped$"),
+        ("verbose", "its options are model, optimizer, loss, micro_batch_size, .*, max_skipped"),
     ],
 )
 def test_an_option_of_another_library_is_answered_with_ours(name: str, told: str) -> None:

@@ -410,11 +410,11 @@ class ListOfOwn(list):
         return self[0]
 
 
-def test_list_with_one_item_per_sample_is_refused_with_window_as_remedy():
+def test_list_with_one_item_per_sample_is_refused_with_cut_as_remedy():
     """Detection models use such lists: each image has its own boxes."""
     batch = {"images": torch.ones(3, 1, 4, 4), "targets": [{"boxes": torch.ones(num, 4)} for num in (1, 5, 2)]}
     with pytest.raises(
-        BatchError, match=r"3 samples but batch\['targets'\]\[0\]\['boxes'\] has 1.*Window of micro-batch"
+        BatchError, match=r"3 samples but batch\['targets'\]\[0\]\['boxes'\] has 1.*or pass cut=\"list\" if its lists"
     ):
         cut(batch, 2)
 
@@ -529,7 +529,9 @@ SAMPLES: dict[str, Any] = {
 @pytest.mark.parametrize("name", SAMPLES)
 def test_ambiguous_list_is_refused(name: str) -> None:
     batch = SAMPLES[name]
-    with pytest.raises(BatchError, match=rf"list of {len(batch)} items of one shape, \(6, 3\).*stack.*tuple\(batch\)"):
+    with pytest.raises(
+        BatchError, match=rf"list of {len(batch)} items of one shape, \(6, 3\).*cut=\"list\".*tuple\(batch\)"
+    ):
         cut(batch, 2)
 
 

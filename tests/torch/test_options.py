@@ -12,16 +12,21 @@ from bigbatch import NonFiniteError, OptionError
 from bigbatch.torch import Accumulator
 
 FIXED = {"model", "optimizer", "reduction", "precision", "scaler", "accumulate_dtype", "capture", "group", "reduce"}
+FIXED |= {"has_aux", "aux"}
 BAD = {
     "loss": 3,
     "weight": 3,
     "micro_batch_size": 0,
+    "batch_axis": True,
+    "cut": "rows",
+    "num_samples": 3,
     "accumulation_steps": -1,
     "clip_norm": -1.0,
     "clip_value": float("nan"),
     "scheduler": 0.1,
     "on_nonfinite": "explode",
     "max_skipped": 0,
+    "batch_norm": "both",
 }
 torch.manual_seed(0)
 BATCH = (torch.randn(7, 3).double(), torch.randn(7, 2).double())

@@ -58,7 +58,7 @@ def trained(
     model = make_model()
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, size, capture=capture)
     if accumulator._captured is not None:
-        accumulator._update.captured_optimizer = None
+        accumulator._optimizers._captured = [None]
     torch.manual_seed(3)
     for step in range(6):
         between(accumulator, step)
@@ -85,6 +85,63 @@ def test_another_loss_is_recorded_anew() -> None:
         accumulator.loss = loss if step < 3 else tripled
 
     assert_same(trained(True, between=change), trained(False, between=change))
+
+
+def with_aux(model: nn.Module, batch: Batch) -> Any:
+    logits = model(batch[0])
+    hit = logits.argmax(-1) == batch[1]
+    return F.cross_entropy(logits, batch[1]), {"accuracy": hit.double().mean(), "logits": logits, "size": len(hit)}
+
+
+def auxes(capture: Any, loss: Any = with_aux, **options: Any) -> tuple[list[Any], int]:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(model, optimizer, loss, 4, capture=capture, has_aux=True, **options)
+    if accumulator._captured is not None:
+        accumulator._update.captured_optimizer = None
+    torch.manual_seed(3)
+    steps = [accumulator.step(data(13 - step % 2)) for step in range(6)]
+    return [step.aux for step in steps], getattr(accumulator._captured, "num_replays", 0)
+
+
+def test_aux_of_replays_is_that_of_eager_passes() -> None:
+    (ours, num_replays), (theirs, _) = auxes(True), auxes(False)
+    assert num_replays > 0
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-12, atol=1e-14)
+        assert found["accuracy"] == pytest.approx(expected["accuracy"], rel=1e-12)
+        assert found["size"] == expected["size"] == len(found["logits"])
+
+
+def test_aux_of_micro_batches_without_weight_is_there_too() -> None:
+    """They run eagerly, without a backward pass."""
+
+    def weight(batch: Batch) -> int:
+        return 0 if float(batch[0][0, 0]) > 0.5 else len(batch[1])
+
+    (ours, num_replays), (theirs, _) = auxes(True, weight=weight), auxes(False, weight=weight)
+    assert num_replays > 0
+    assert sum(weight(tuple(t[k : k + 4] for t in data())) == 0 for k in (0, 4, 8, 12)) in (1, 2)
+    for step, (found, expected) in enumerate(zip(ours, theirs, strict=True)):
+        assert len(found["logits"]) == 13 - step % 2
+        torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-12, atol=1e-14)
+        assert found["accuracy"] == pytest.approx(expected["accuracy"], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("aux", "message"),
+    [
+        (lambda k: {"count": k}, r"aux\['count'\] is not the same in two passes"),
+        (lambda k: {"a": torch.zeros((), device="meta")}, r"aux\['a'\] is a tensor on meta"),
+        (lambda k: {f"a{k}": 1}, "the loss returned 1 values of aux and 1 before"),
+        (lambda k: [1] * (k % 2), "values of aux"),
+        (lambda k: object(), "aux is a object, which a captured pass does not compute again"),
+    ],
+)
+def test_aux_that_a_replay_would_not_compute_is_refused(aux: Any, message: str) -> None:
+    numbers = iter(range(100))
+    with pytest.raises(CaptureError, match=message):
+        auxes(True, lambda model, batch: (loss(model, batch), aux(next(numbers))), aux=lambda values, weights: None)
 
 
 @pytest.mark.parametrize("size", [4, 20])

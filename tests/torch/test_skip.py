@@ -1,5 +1,6 @@
 """`micro.skip()`: a micro-batch that is left out of its window."""
 
+import copy
 from collections.abc import Iterable
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from bigbatch import OrderError
 from bigbatch.torch import Accumulator
 
-from .test_accumulator import assert_untouched, loss, make, make_batch, snapshot
+from .test_accumulator import assert_exact_step, assert_untouched, loss, make, make_batch, snapshot
 
 SIZES = (3, 1, 4, 2, 1)
 
@@ -82,6 +83,17 @@ def test_a_skipped_micro_batch_may_have_any_weight_and_leaves_no_reference() -> 
     assert step.grad_norm == pytest.approx(norm, rel=1e-12)
 
 
+def test_a_skipped_micro_batch_opens_no_window() -> None:
+    accumulator = make(accumulation_steps=2)
+    with accumulator.micro_batch(weight=(1, 2)) as micro:  # of a loss with two terms
+        micro.skip()
+    assert_exact_step(accumulator)
+    with accumulator.micro_batch(weight=(1, 2)) as micro:
+        micro.skip()
+    feed(accumulator, make_batch())
+    assert accumulator.flush().weight == 11
+
+
 def test_random_numbers_that_were_drawn_stay_drawn() -> None:
     accumulator = make(accumulation_steps=2)
     torch.manual_seed(3)
@@ -91,6 +103,34 @@ def test_random_numbers_that_were_drawn_stay_drawn() -> None:
     second = torch.rand(())
     torch.manual_seed(3)
     assert torch.equal(torch.rand(2), torch.stack([first, second]))
+
+
+@pytest.mark.filterwarnings("ignore::bigbatch.BigBatchWarning")
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_running_statistics_leave_it_out(place: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
+    x, y = torch.randn(9, 6, dtype=torch.float64), torch.randint(0, 4, (9,))
+    found = []
+    for skips in (False, True):
+        model = copy.deepcopy(plain)
+        accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=100)
+
+        def skip(accumulator: Accumulator = accumulator) -> None:
+            with accumulator.micro_batch(weight=3) as micro:
+                accumulator.model(100 * x)
+                micro.skip()
+
+        for number, (a, b) in enumerate(zip(x.split(3), y.split(3), strict=True)):
+            if skips and place == number:
+                skip()
+            with accumulator.micro_batch(weight=3) as micro:
+                micro.backward(nn.functional.cross_entropy(model(a), b))
+        if skips and place == 3:
+            skip()
+        accumulator.flush()
+        found.append(model[0].running_var)
+    assert torch.equal(*found)
 
 
 def test_after_backward_it_is_refused() -> None:

@@ -10,7 +10,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from bigbatch import BatchError, BigBatchWarning, Window
 from bigbatch.torch import Accumulator
-from bigbatch.torch.time_major import cut_along_axis_1, cut_along_time
+from bigbatch.torch.batch import cut
+from bigbatch.torch.time_major import cut_along_time, other_axes
 
 from .training import flat, sgd
 
@@ -80,7 +81,7 @@ def test_cut_along_time_is_refused_before_anything_changes(make_layer: Any, micr
         with pytest.raises(BatchError, match="the batch is cut along time") as caught:
             accumulator.step(data(T, N))
         assert f"a micro-batch of {micro_batch_size} rows reaches mix" in str(caught.value)
-        assert f"{micro_batch_size} time steps of {N} samples; put the samples first" in str(caught.value)
+        assert f"{micro_batch_size} time steps of {N} samples; pass batch_axis=1, or" in str(caught.value)
     assert torch.equal(flat(model), before)
     assert all(p.grad is None for p in model.parameters())
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -105,7 +106,7 @@ def test_two_axes_are_one_sequence(batch_first: bool) -> None:
 def test_samples_first_for_a_time_major_layer() -> None:
     """A common mistake: the layer then runs over the samples and couples them."""
     model = make(nn.GRU(F, F))
-    with pytest.raises(BatchError, match="or pass batch_first=True if they are first already"):
+    with pytest.raises(BatchError, match="or batch_first=True to the layer if the samples are first already"):
         Accumulator(model, sgd(model), loss, 3).step(data(N, T))
 
 
@@ -135,7 +136,7 @@ def test_second_run_leaves_no_trace() -> None:
     x, y = data(8, 4)
     torch.manual_seed(2)
     with pytest.warns(BigBatchWarning, match="BatchNorm"):
-        accumulator = Accumulator(model, sgd(model), popping, 4)
+        accumulator = Accumulator(model, sgd(model), popping, 4, batch_norm="micro_batch")
         accumulator.step({"x": x, "y": y})
     assert calls == [4, 3, 4]
     torch.manual_seed(2)
@@ -196,8 +197,9 @@ def test_for_verify() -> None:
     rows = tuple(t[:3] for t in batch)
     assert "cut along time" in str(cut_along_time(lambda rows: loss(model, rows), model, rows))
     assert cut_along_time(lambda rows: transposed(model, rows), model, rows) is None
-    columns = cut_along_axis_1(batch, 4)
-    assert columns is not None
+    (axis,) = other_axes(batch, 0)
+    assert axis == 1
+    columns, _ = cut(batch, 4, axis)
     assert [x.shape for x, _ in columns] == [(T, 4, F), (T, 2, F)]
     accumulator = Accumulator(model, sgd(model), loss, weight=lambda batch: batch[0].size(1))
     full = copy.deepcopy(model)
@@ -205,5 +207,7 @@ def test_for_verify() -> None:
     sgd(full).step()
     accumulator.step(Window(columns))
     assert (flat(model) - flat(full)).norm() <= 1e-12
-    assert cut_along_axis_1(torch.ones(3), 2) is None
-    assert cut_along_axis_1((torch.ones(3, 4), torch.ones(3, 5)), 2) is None
+    assert list(other_axes(torch.ones(3), 0)) == []
+    assert list(other_axes((torch.ones(3, 4), torch.ones(3, 5)), 0)) == []
+    assert list(other_axes((torch.ones(4, 3, 2), torch.ones(3)), (0, None))) == [(1, 0)]
+    assert list(other_axes(batch, 1)) == [0]

@@ -155,3 +155,11 @@ def test_accumulation_steps_and_micro_batch_size_exclude_each_other() -> None:
         train_with_accumulation(model, [], sgd(model), make_loss(DIGITS))
     with pytest.raises(BatchError, match="0 batches in epoch 1 of 1"):
         train_with_accumulation(model, [], sgd(model), make_loss(DIGITS), micro_batch_size=3)
+
+
+def test_on_step_is_called_with_each_step() -> None:
+    model, seen = make_model(DIGITS), []
+    options: dict[str, Any] = {"accumulation_steps": 4, "epochs": 2, "on_step": seen.append}
+    history = train_with_accumulation(model, micro_batches(DIGITS), sgd(model), make_loss(DIGITS), **options)
+    assert [step.loss for step in seen] == [step.loss for step in history.steps]
+    assert len(seen) == 4

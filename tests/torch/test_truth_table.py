@@ -99,10 +99,10 @@ def test_exact_verdicts_are_exact_in_a_real_step(case: Case) -> None:
 
 
 WRONG = [c for c in CASES if "step" not in c.options and not c.is_random and EXACT not in c.says]
-REFUSED = ("time", "list", "nothing")
+REFUSED = ("list", "nothing", "time-major LSTM", "time-major GRU")
 
 
-@pytest.mark.parametrize("case", [c for c in WRONG if not {*REFUSED, "masks", "eval"} & set(c.says)], ids=str)
+@pytest.mark.parametrize("case", [c for c in WRONG if not {*REFUSED, "masks", "eval"} & {*c.says, c.name}], ids=str)
 def test_other_verdicts_are_off_in_a_real_step(case: Case) -> None:
     assert real_error(case) > 1e-9
 

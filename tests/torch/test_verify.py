@@ -489,7 +489,7 @@ def test_a_loss_that_changes_its_batch_in_place() -> None:
 @pytest.mark.parametrize(
     ("bad", "sentence"),
     [
-        (lambda loss, out: {"loss": loss}, "the loss is a dict"),
+        (lambda loss, out: {"logits": out}, 'returned a dict without "loss"'),
         (lambda loss, out: None, "the loss is a NoneType"),
         (lambda loss, out: out.square().mean(1), r"the loss has the shape \(53,\), so 53 numbers instead of 1"),
         (lambda loss, out: loss.detach(), "the loss has no graph"),

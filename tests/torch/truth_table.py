@@ -34,8 +34,7 @@ WORDS = {
     "changes": "gives another gradient each time",
     "carried": "a pass changes what the next one sees",
     "rounding": "is the size of rounding",
-    "time": "is cut along time",
-    "columns": "probably time-major",
+    "columns": "this looks time-major: pass batch_axis=1",
     "list": "is a list of",
     "one": "one micro-batch holds the whole batch",
     "float32": "compared in float32, because",
@@ -648,8 +647,8 @@ def times() -> dict[str, Tensor]:
     return {"x": torch.randn(9, 8, 6), "y": torch.randint(0, 4, (9, 8))}
 
 
-case("time", name="time-major LSTM", model=lambda w: Recurrent(nn.LSTM, w), batch=times)(by_time)
-case("time", name="time-major GRU", model=lambda w: Recurrent(nn.GRU, w), batch=times)(by_time)
+case("columns", name="time-major LSTM", model=lambda w: Recurrent(nn.LSTM, w), batch=times)(by_time)
+case("columns", name="time-major GRU", model=lambda w: Recurrent(nn.GRU, w), batch=times)(by_time)
 
 
 class Cumulative(nn.Module):

@@ -1,6 +1,7 @@
 """JAX tasks: the parameters are a pytree, and a step is one compiled function."""
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ...core.auxiliary import flattened, metric_name, words_for
 from ...core.errors import OptionError
+from ...core.loss_result import split
 from ...core.nonfinite import NonFinite, place_in
 from ...core.step import Step
 from ...core.verify.result import Verification
-from ...core.weight import as_terms, check_weight, counted, from_terms, share
+from ...core.weight import as_terms, check_weight, counted, from_terms, is_number, share
 from ...core.window import cuts
 from ...jax import value_and_grad, verify
 from ...jax.arguments import ArgumentLayout, Arrays, num_rows, split_arguments
@@ -46,9 +49,12 @@ class JaxEngine(Engine):
             self.parameters, self._rest = _partition(task, model)
             optimizer_state = self._optimizer(self.parameters, self._lr).init(self.parameters)
             self.optimizer_state = jax.tree.map(jnp.array, optimizer_state)  # a copy: an array may be in it twice
+        ways = {"sums": "sum", "weights": "sum", **({"aux": task.aux} if task.has_aux else {})}
         self._value_and_grad = value_and_grad(
-            self._loss_with_sums, config.micro_batch_size, weight=task.weight, has_aux=True, aux="sum"
+            self._loss_with_sums, config.micro_batch_size, weight=task.weight, has_aux=True, aux=ways
         )
+        self._summed: tuple[str, ...] = ()
+        """The names of the metrics that add up over micro-batches."""
         self._step = jax.jit(self._compute_step, static_argnums=0, donate_argnums=(1, 2))
         self._compiled: dict[Any, Any] = {}
 
@@ -69,6 +75,7 @@ class JaxEngine(Engine):
         """
         (_, batch), _ = layout.bind(arrays)
         (value, numbers), gradient = self._value_and_grad(parameters, batch, *self._keys(number))
+        numbers["metrics"] = self._metrics(numbers.pop("aux", {}))
         numbers["grad_norm"] = optax.tree.norm(gradient)
         has_weight = jnp.stack(numbers["weights"]).any()
         checked = (gradient, value) if self._nonfinite.needs_finite_loss else gradient
@@ -84,11 +91,20 @@ class JaxEngine(Engine):
     def _loss_with_sums(self, parameters: Any, batch: Any, *keys: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The terms of the loss, and for the `Step` sums over the micro-batches."""
         inputs = _as_bf16((parameters, batch)) if self.config.precision == "bf16" else (parameters, batch)
-        terms = as_terms(self._loss(*inputs, *keys))
+        returned = self._loss(*inputs, *keys)
+        terms, aux = split(returned, sys.maxsize, has_aux=self.task.has_aux, shape_of=_shape_of)
         given = (self.num_samples(batch),) * len(terms) if self.task.weight is None else self.task.weight(batch)
         weights = [jnp.asarray(checked_weight(w, jnp.float32), jnp.float32) for w in as_terms(given)]
         sums = [counted(term, w, jnp.where) for term, w in zip(terms, weights, strict=False)]
-        return terms, {"sums": sums, "weights": weights}
+        return terms, {"sums": sums, "weights": weights, **({"aux": aux} if self.task.has_aux else {})}
+
+    def _metrics(self, aux: Any) -> dict[str, Any]:
+        """The scalars of aux by name; notes which of them are sums."""
+        found = {path: leaf for path, leaf in flattened(aux).items() if leaf is not None and not leaf.ndim}
+        words = words_for(self.task.aux, aux)
+        is_sum = {path: words[path] == "sum" or jnp.issubdtype(leaf.dtype, jnp.integer) for path, leaf in found.items()}
+        self._summed = tuple(metric_name(path) for path in found if is_sum[path])
+        return {metric_name(path): leaf for path, leaf in found.items()}
 
     def _loss(self, parameters: Any, batch: Any, *keys: Any) -> Any:
         by_name = {"key": keys[0]} if keys else {}
@@ -143,6 +159,8 @@ class JaxEngine(Engine):
             num_micro_batches=len(cuts(num_rows(arrays), size)),
             micro_batch_size=size,
             is_applied=bool(fetched["is_applied"]),
+            metrics={name: value.item() for name, value in fetched["metrics"].items()},
+            summed=self._summed,
         )
 
     @property
@@ -196,7 +214,13 @@ class JaxEngine(Engine):
     def verify(self, batch: Any) -> Verification:
         size, weight = self.config.micro_batch_size, self.task.weight
         with self._on_device():
-            return verify(self.parameters, batch, self._loss, size, weight=weight, args=self._keys(0))
+            has_aux = self.task.has_aux
+            return verify(self.parameters, batch, self._loss, size, weight=weight, args=self._keys(0), has_aux=has_aux)
+
+
+def _shape_of(term: Any) -> Any:
+    """The shape of a term of the loss; None if it is no number."""
+    return () if is_number(term) else getattr(term, "shape", None)
 
 
 def _device_of(name: str | None) -> Any:

@@ -42,6 +42,7 @@ class TensorFlowEngine(Engine):
                 task.loss,
                 micro_batch_size=config.micro_batch_size,
                 weight=task.weight,
+                **task.aux_options(),
                 **config.for_framework(),
             )
         self._peak = HostPeak()
@@ -81,7 +82,8 @@ class TensorFlowEngine(Engine):
 
     def verify(self, batch: Any) -> Verification:
         with tf.device(self.device), task_errors():
-            return verify(self.model, batch, self.task.loss, self.micro_batch_size, weight=self.task.weight)
+            options: dict[str, Any] = {"has_aux": True} if self.task.has_aux else {}
+            return verify(self.model, batch, self.task.loss, self.micro_batch_size, weight=self.task.weight, **options)
 
 
 def _device_of(name: str | None) -> str:

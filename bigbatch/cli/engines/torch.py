@@ -14,10 +14,10 @@ from ...core.errors import OptionError
 from ...core.step import Step
 from ...core.verify.result import Verification
 from ...core.weight import as_terms
-from ...torch import Accumulator, verify
+from ...torch import Accumulator
 from ...torch import batch as nest
 from ...torch.arrays import from_array, to_array
-from ...torch.checkpoints import load_state, state_of
+from ...torch.checkpoints import load_state, parts_of, state_of
 from ..config import Config
 from ..errors import TaskError
 from ..run import randomness
@@ -42,33 +42,40 @@ class TorchEngine(Engine):
             self.model = task.model()
         check_kind(task, self.model, nn.Module)
         self.model.to(self._device)
-        self.optimizer = self._make_optimizer(config.scaled_lr)
-        self._lrs = [group["lr"] / config.scaled_lr for group in self.optimizer.param_groups]
+        self._optimizers = self._make_optimizers(config.scaled_lr)
+        self._lrs = [group["lr"] / config.scaled_lr for group in self._groups()]
         self.micro_batch_size = config.micro_batch_size
         self.accumulator = Accumulator(
             ranks.wrap(self.model),
-            self.optimizer,
+            self._optimizers,
             task.loss,
             micro_batch_size=config.micro_batch_size,
             weight=task.weight,
+            **task.aux_options(),
             **config.for_framework(),
         )
-        self._parts = {"model": self.model, "optimizer": self.optimizer, "accumulator": self.accumulator}
+        self._parts = {**parts_of(self.accumulator), "model": self.model}
         self._peak: HostPeak | None = None
 
-    def _make_optimizer(self, lr: float) -> torch.optim.Optimizer:
+    def _make_optimizers(self, lr: float) -> list[torch.optim.Optimizer]:
         if self.task.optimizer is None:
-            return torch.optim.AdamW(self.model.parameters(), lr, eps=EPSILON)
+            return [torch.optim.AdamW(self.model.parameters(), lr, eps=EPSILON)]
         with task_errors():
-            optimizer = call_with(self.task.optimizer, {"model": self.model, "lr": lr})
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TaskError(
-                f"optimizer() of {self.task.name} returned a {type(optimizer).__name__}: return a torch.optim.Optimizer"
-            )
-        if "lr" not in inspect.signature(self.task.optimizer).parameters:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-        return optimizer
+            made = call_with(self.task.optimizer, {"model": self.model, "lr": lr})
+        optimizers = list(made) if isinstance(made, list | tuple) else [made]
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise TaskError(
+                    f"optimizer() of {self.task.name} returned a {type(optimizer).__name__}: return a "
+                    "torch.optim.Optimizer, or a list of several"
+                )
+            if "lr" not in inspect.signature(self.task.optimizer).parameters:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+        return optimizers
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def step(self, batch: Any) -> Step:
         batch = self._on_device(self.ranks.own_part(default_convert(batch)))
@@ -86,14 +93,14 @@ class TorchEngine(Engine):
         """Runs two samples through a copy of the model, so that what libraries allocate once is not counted."""
         with suppress(Exception), randomness.preserved():  # an error will show in the step
             loss = self.task.loss(copy.deepcopy(self.model), nest.cut(batch, 2)[0][0])
-            torch.autograd.backward(list(as_terms(loss)))
+            torch.autograd.backward(list(as_terms(loss[0] if self.task.has_aux else loss)))
 
     def _on_device(self, batch: Any) -> Any:
         return nest.map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
 
     def set_lr(self, lr: float) -> None:
         """Sets the rate; groups with different rates keep their ratios."""
-        for group, ratio in zip(self.optimizer.param_groups, self._lrs, strict=True):
+        for group, ratio in zip(self._groups(), self._lrs, strict=True):
             group["lr"] = lr * ratio
 
     def num_samples(self, batch: Any) -> int:
@@ -132,7 +139,7 @@ class TorchEngine(Engine):
     def verify(self, batch: Any) -> Verification:
         batch = self._on_device(default_convert(batch))
         with task_errors():
-            return verify(self.model, batch, self.task.loss, self.micro_batch_size, weight=self.task.weight)
+            return self.accumulator.verify(batch)
 
 
 def _weight_of(tensor: torch.Tensor) -> np.ndarray:

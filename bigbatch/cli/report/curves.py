@@ -69,6 +69,12 @@ def make_plots(names: Sequence[str], runs: Sequence[Run]) -> Iterator[_Plot]:
     yield _over_steps("loss", "Loss over steps", f"The loss of each step{both}, by step.", "step", "loss", series)
     yield _over_steps("loss-time", "Loss over time", by_time, "seconds", "loss", series)
     yield _loss_difference(ours)
+    metrics = dict.fromkeys(metric for one in series for record in one.run.records for metric in record.metrics)
+    for number, metric in enumerate(metrics):
+        caption = f"What the loss returned as {metric} beside its value, for the batch of each step."
+        yield _over_steps(
+            f"metric-{number}", f"{metric} over steps", caption, "step", metric, series, _metrics_of(metric), metric
+        )
     norm = "The norm of the whole gradient of each step, before clipping."
     yield _over_steps("grad-norm", "Gradient norm", norm, "step", "grad_norm", series)
     yield _memory(series)
@@ -95,6 +101,7 @@ def _over_steps(
     y: str,
     series: Sequence[_Series],
     points_of: Callable[[Sequence[Record]], list[Point]] | None = None,
+    label: str | None = None,
 ) -> _Plot:
     """A value of every step over its number or its time, or the points that `points_of` makes of the steps."""
     kept, curves, num_left_out = [], [], 0
@@ -107,7 +114,8 @@ def _over_steps(
         if num_drawn:
             kept.append(one)
             curves.append(curve)
-    noun = _LABELS[y].partition(",")[0]
+    label = _LABELS[y] if label is None else label
+    noun = label.partition(",")[0]
     if not curves:
         has_steps = any(one.run.records for one in series)
         unknown = f"No {noun} was recorded." if has_steps else "No step was finished."
@@ -115,7 +123,7 @@ def _over_steps(
     if num_left_out:
         verb, whose = ("is", "its") if num_left_out == 1 else ("are", "their")
         caption += f" {count(num_left_out, 'step')} {verb} left out because {whose} {noun} is not finite."
-    drawing = plots.lines(name, curves, x=_LABELS[x], y=_LABELS[y], from_zero=y == "rate")
+    drawing = plots.lines(name, curves, x=_LABELS[x], y=label, from_zero=points_of is _rates)
     return _Plot(name, title, caption + _thinned(curves) + _absent(series, kept), drawing, _legend(kept))
 
 
@@ -204,6 +212,10 @@ def _rates(records: Sequence[Record]) -> list[Point]:
             num_samples = sum(record.num_samples for record in records[start + 1 : end + 1])
             rates.append((records[end].step, num_samples / seconds))
     return rates
+
+
+def _metrics_of(name: str) -> Callable[[Sequence[Record]], list[Point]]:
+    return lambda records: [(each.step, each.metrics[name]) for each in records if name in each.metrics]
 
 
 def _over_sizes(

@@ -118,7 +118,7 @@ def lines(
             axes.set_ylim(bottom=0)
         if x == "step":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set(xlabel=x, ylabel=y)
+        axes.set(xlabel=x, ylabel=y.replace("$", r"\$"))  # else it is mathematics
 
     return _draw(name, paint)
 

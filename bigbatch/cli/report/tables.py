@@ -55,13 +55,14 @@ class _Measure:
     """A figure of a training: where summary.json has it, what it is called, and how it is written."""
 
     key: str
-    """Its place in summary.json: the name of a field, or "scores." and the name of a score."""
+    """Its place in summary.json: the name of a field, or "scores." or "metrics." and the name of one of these."""
     label: str
     write: Callable[[Any], str]
 
     def value(self, result: Summary | FullBatch) -> Any:
-        name, _, score = self.key.partition(".")  # the name of a score may have dots
-        return result.scores.get(score) if score else getattr(result, name)
+        field, _, name = self.key.partition(".")  # the name of a score may have dots
+        found = getattr(result, field)
+        return found.get(name) if name else found
 
     def text(self, result: Summary | FullBatch) -> str:
         return self.write(self.value(result))
@@ -86,10 +87,12 @@ _DISTANCES = (
 
 
 def measures(summaries: Sequence[Summary]) -> list[_Measure]:
-    """Loss, held-out scores, time, speed and memory."""
+    """Loss, metrics, held-out scores, time, speed and memory."""
+    metrics = dict.fromkeys(metric for summary in summaries for metric in summary.metrics)
     scores = dict.fromkeys(score for summary in summaries for score in summary.scores)
     return [
         _Measure("loss", "Loss of the last epoch", number),
+        *(_Measure(f"metrics.{metric}", f"{metric} of the last epoch", number) for metric in metrics),
         *(_Measure(f"scores.{score}", f"Held-out {score}", number) for score in scores),
         _Measure("seconds", "Time", duration),
         _Measure("samples_per_second", "Samples per second", rate),
@@ -154,7 +157,7 @@ def _difference(run: str, measure: _Measure, summary: Summary, full: FullBatch) 
     ours, theirs = measure.value(summary), measure.value(full)
     if ours is None or theirs is None or not (math.isfinite(ours) and math.isfinite(theirs)):
         return _Cell("not comparable")
-    if measure.key == "loss" or measure.key.startswith("scores."):
+    if measure.key == "loss" or measure.key.startswith(("scores.", "metrics.")):
         distance = ours - theirs
         text = "none" if distance == 0 else f"{distance:+.1e}"
         return _Cell(text, f"difference.{measure.key}", exact(distance), run)

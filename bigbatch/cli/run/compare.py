@@ -27,7 +27,7 @@ def with_full_batch(summary: Summary, config: Config, folder: RunFolder, screen:
     if reason is not None:
         return replace(summary, full_batch=FullBatch(status="failed", reason=reason, scores={}))
     full = read_run(full_folder.path)
-    results = ("loss", "scores", "seconds", "samples_per_second", "peak_bytes")
+    results = ("loss", "metrics", "scores", "seconds", "samples_per_second", "peak_bytes")
     return replace(
         summary,
         full_batch=FullBatch(status="finished", **{name: getattr(full.summary, name) for name in results}),

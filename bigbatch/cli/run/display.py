@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +19,8 @@ from ..summary import FullBatch, Record, Summary
 
 _LINE_EVERY = 5.0
 """Seconds between lines where there is no terminal."""
+_NUM_METRICS = 3
+"""How many metrics a line has; the report has all of them."""
 
 
 class Screen:
@@ -91,6 +94,7 @@ class Screen:
 
 def _figures(record: Record, num_samples: int, peak_bytes: int | None) -> str:
     figures = [f"loss {record.loss:.4f}"]
+    figures += [f"{shown(name)} {value:.4g}" for name, value in islice(record.metrics.items(), _NUM_METRICS)]
     if record.grad_norm is not None:
         figures.append(f"norm {record.grad_norm:.3g}")
     if record.seconds:

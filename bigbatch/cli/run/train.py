@@ -188,7 +188,8 @@ class _Training:
             raise OSError(error.errno, f"{error.strerror or error}: {where}", error.filename) from error
 
     def _summary(self, code: int) -> Summary:
-        losses = History.load(self.folder.path / HISTORY).losses
+        history = History.load(self.folder.path / HISTORY)
+        losses = history.losses
         done, size = self.checkpoints.progress, self.config.micro_batch_size
         parts = rank_slices(self.config.batch_size, self.ranks.num)
         return Summary(
@@ -205,6 +206,7 @@ class _Training:
             num_epochs=done.num_epochs,
             num_samples=done.num_samples,
             loss=losses[-1] if losses else None,
+            metrics={name: values[-1] for name, values in history.metrics.items()},
             scores=self.engine.scores(),
             seconds=round(done.seconds, 4),
             samples_per_second=round(done.num_samples / done.seconds, 2) if done.seconds else 0.0,

@@ -133,6 +133,8 @@ class Experiments:
         try:
             kind, ratio, halves = self._kind(finite, micro, mix, term)
         except Exception as error:
+            if elsewhere := trial.cut_elsewhere(self._is_mean):  # it may refuse what is cut along a wrong axis
+                return elsewhere
             return (
                 "the loss of the whole batch is not the mean of those of its micro-batches, weighted as `weight` says; "
                 f"the cause is unknown because the loss fails on other batches ({error})"

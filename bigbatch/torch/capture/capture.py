@@ -28,7 +28,7 @@ class _Capture:
     """Records a pass for every shape of micro-batch and replays it.
 
         capture.begin(loss)                                               # once a window
-        losses = capture(loss, micro_batch, weight, get_shares, buffer)       # as Backward
+        values, aux = capture(loss, micro_batch, weight, get_shares, buffer)  # as Backward
 
     What cannot be captured runs eagerly, or raises CaptureError if capture `is_required`.
     """
@@ -89,13 +89,16 @@ class _Capture:
 
     def __call__(
         self, loss: Loss, micro_batch: Any, weight: Terms, get_shares: GetShares, buffer: GradientBuffer
-    ) -> list[Any]:
-        """Adds the gradient of a micro-batch and returns its losses. The arguments are those of Backward."""
+    ) -> tuple[list[Any], Any]:
+        """Adds the gradient of a micro-batch and returns its losses and aux. The arguments are those of Backward.
+
+        Aux is in memory that the next replay overwrites.
+        """
         if self.is_on:
             try:
                 recorded = self._replayed(loss, micro_batch, weight, get_shares, buffer)
                 if recorded is not None:
-                    return [loss.clone() for loss in recorded.losses]
+                    return [loss.clone() for loss in recorded.losses], recorded.aux
             except (CaptureError, torch.cuda.OutOfMemoryError) as error:
                 self._forget()
                 if self.is_required:
@@ -109,6 +112,8 @@ class _Capture:
     ) -> Recorded | None:
         """Returns the recorded pass that has done it; None, with nothing done, if it has to run eagerly."""
         scale = self._eager.times_divisor(get_shares(weight))
+        if not any(scale):
+            return None  # it runs for its aux only, without a backward pass
         key = (tuple(map(bool, scale)), _shape_of(micro_batch, self.device))
         if (recorded := self._recorded.get(key)) is not None:
             self.num_replays += 1

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from ...core.auxiliary import flattened, name_of, rebuilt
 from ...core.errors import CaptureError
 from ...core.weight import Terms
 from .. import batch as nest
@@ -18,6 +19,7 @@ from ..backward import Backward, Loss, check_loss, is_low
 from ..gradients import GradientBuffer, Gradients, clear, leaves_of, run_backward
 from ..internals import places_of_parameters
 from ..sums import Sums
+from .fingerprint import PLAIN
 from .graph import capture_errors, no_waiting, record
 from .snapshot import Snapshot
 
@@ -34,6 +36,7 @@ class Recorded:
     seeds: list[Tensor]  # what backward starts from, term by term
     losses: list[Tensor]  # of the last replay
     sums: Sums  # what the graph adds gradients to
+    aux: Any  # of the last replay
     is_low: bool  # whether the loss is in low precision
     eager: Backward
     graph: Any = None
@@ -81,12 +84,12 @@ class Pass:
         Returns None, with nothing done, if there is nothing to compare: no gradient, or one that is not finite.
         """
         static = nest.map_tensors(lambda t: torch.empty_like(t, device=self.device).copy_(t), micro_batch)
-        snapshot = Snapshot(self.modules, self.device)
+        snapshot = Snapshot(self.modules, self.device, self.eager.batch_norms.tensors())
         buffer.unload()
         sums = Sums()
         is_done = False
         try:
-            terms = self._forward(inputs := nest.detached(static))
+            terms, aux = self._forward(inputs := nest.detached(static))
             is_any_low = is_low(terms)
             unit, factors = _unit_and_factors(self.scale, is_low=is_any_low)
             buffer.load(unit)
@@ -97,6 +100,7 @@ class Pass:
             expected = _taken(buffer)
             losses = [term.detach().reshape(()).clone() for term in terms]
             others = WeakSet(leaves_of(*terms).difference(buffer.parameters, nest.tensors(inputs)))
+            aux = self._static(aux)
             del terms  # and with them what the pass has made for itself
             self._check(snapshot, expected, list(others))
             norm = expected.norm()
@@ -106,7 +110,7 @@ class Pass:
                 self.memory[p] = torch.zeros_like(p, dtype=self.gradients.wide_dtype(p), requires_grad=False)
             own = Sums((p, self.memory[p]) for p in expected)
             outputs = [torch.empty_like(loss) for loss in losses]
-            recorded = Recorded(nest.tensors(static), seeds, outputs, own, is_any_low, self.eager)
+            recorded = Recorded(nest.tensors(static), seeds, outputs, own, aux, is_any_low, self.eager)
             snapshot.restore()
             recorded.graph = self._graph(static, recorded, pool)
             snapshot.restore()
@@ -124,14 +128,34 @@ class Pass:
             if not is_done:
                 snapshot.restore()
 
-    def _forward(self, inputs: Any) -> Terms:
-        terms = self.eager.forward(self.loss, inputs)
+    def _forward(self, inputs: Any) -> tuple[Terms, Any]:
+        terms, aux = self.eager.forward(self.loss, inputs, len(self.scale))
         check_loss(terms, len(self.scale))
         if is_low(terms) and len(terms) > 1:
             raise CaptureError(
                 f"a loss of {len(terms)} terms in low precision cannot be captured: return them in float32"
             )
-        return terms
+        return terms, aux
+
+    def _static(self, aux: Any) -> Any:
+        """Memory for the aux of replays; raises CaptureError if some of it would not change with the micro-batch."""
+
+        def memory_for(name: str, leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                if leaf.device != self.device or leaf.layout is not torch.strided or leaf.is_nested:
+                    raise CaptureError(
+                        f"{name} is a tensor on {leaf.device} with the layout {leaf.layout}, which a captured pass "
+                        f"does not compute again: return a dense one on {self.device}"
+                    )
+                return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
+            if type(leaf) not in PLAIN:
+                raise CaptureError(
+                    f"{name} is a {type(leaf).__name__}, which a captured pass does not compute again: return a tensor"
+                )
+            return leaf
+
+        leaves = flattened(aux)
+        return rebuilt(aux, {path: memory_for(name_of(path), leaf) for path, leaf in leaves.items()})
 
     def _check(self, snapshot: Snapshot, expected: Sums, others: list[Tensor]) -> None:
         """Raises CaptureError if the eager pass did something that a replay would leave out."""
@@ -169,11 +193,12 @@ class Pass:
         def work() -> None:
             torch.clear_autocast_cache()  # weights that were cast before would be read forever
             with _replaced(self.modules, leaves):
-                terms = self._forward(nest.detached(static))
+                terms, aux = self._forward(nest.detached(static))
             found = self._gradients_of(terms, recorded.seeds, list(leaves.values()))
             _add(list(recorded.sums.values()), found)
             for output, term in zip(recorded.losses, terms, strict=True):
                 output.copy_(term.detach().reshape(()))
+            _copy_aux(recorded.aux, aux)
             torch.clear_autocast_cache()
 
         with capture_errors():
@@ -237,6 +262,25 @@ def _add(sums: list[Tensor], found: Sequence[Tensor]) -> None:
             s.add_(g)
     if alike:
         torch._foreach_add_(*map(list, zip(*alike, strict=True)))
+
+
+def _copy_aux(static: Any, aux: Any) -> None:
+    """Copies aux to where replays leave it; raises CaptureError if the loss returned another one before."""
+    expected, found = flattened(static), flattened(aux)
+    if expected.keys() != found.keys():
+        raise CaptureError(
+            f"the loss returned {len(found)} values of aux and {len(expected)} before with the same micro-batch: "
+            "return the same each time"
+        )
+    for path, leaf in found.items():
+        before = expected[path]
+        if isinstance(before, Tensor) and isinstance(leaf, Tensor) and before.shape == leaf.shape:
+            before.copy_(leaf.detach())
+        elif isinstance(before, Tensor) or before != leaf:
+            raise CaptureError(
+                f"{name_of(path)} is not the same in two passes with the same micro-batch, so a captured pass would "
+                "repeat an old one: compute it from the micro-batch, as a tensor"
+            )
 
 
 def _is_held(parameter: Tensor) -> bool:

@@ -12,7 +12,8 @@ from ..random import RandomState
 class Snapshot:
     """Random states and the tensors that modules hold besides parameters, at the time when this was made."""
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device, others: Sequence[Tensor] = ()) -> None:
+        self._others = [(tensor, tensor.clone()) for tensor in others]
         self._random = RandomState([device])
         self._tensors = [
             (place, name, tensor, tensor.detach().clone())
@@ -41,4 +42,6 @@ class Snapshot:
             for place, name, tensor, value in self._tensors:
                 tensor.copy_(value)
                 place[name] = tensor
+            for tensor, value in self._others:
+                tensor.copy_(value)
         self._random.restore()

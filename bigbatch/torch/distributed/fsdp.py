@@ -109,7 +109,7 @@ class Sharded(SeveralRanks):
         found = [map_tensors(Tensor.cpu, micro_batches[0]) if self.rank == source else None]
         dist.broadcast_object_list(found, dist.get_global_rank(self.group, source), self._host_group)
         if not micro_batches:
-            self.spare = map_tensors(lambda tensor: tensor.to(self._device), found[0])
+            self.spare = map_tensors(lambda tensor: tensor.to(self.device), found[0])
 
     def is_last(self, number: int, num_own: int, get_totals: GetTotals, *, has_all_terms: bool) -> bool:
         return number == max(get_totals().num_passes) - 1

@@ -41,11 +41,13 @@ class Ranks:
         is_sharded: Whether each rank holds a part of each parameter; all then run the model equally often.
         keeps_whole_gradients: Whether micro-batches leave their gradients inside of the model until the window ends.
         divisor: What the gradients of all ranks are divided by when they are reduced.
+        device: The device on which ranks reduce; None in one process.
         spare: A micro-batch of this step, for a rank that has to run the model after its own are done.
     """
 
     is_distributed = is_sharded = keeps_whole_gradients = False
     size, rank, divisor = 1, 0, 1.0
+    device: torch.device | None = None
     spare: Any = None
 
     def agree(self, counts: LocalCounts) -> GetTotals:
@@ -58,11 +60,21 @@ class Ranks:
         self, losses: Sequence[Sequence[Any]], weights: Sequence[Terms], total: Terms, reduction: Reduction
     ) -> Callable[[], Terms]:
         """Returns how to fetch the loss of the whole batch, term by term."""
-        columns = [
-            torch.stack(term) if all(isinstance(value, Tensor) for value in term) else term
-            for term in zip(*losses, strict=True)
-        ]
+        columns = _columns(losses)
         return lambda: _weighted(columns, [shares(weight, total, reduction) for weight in weights])
+
+    def add_up_numbers(self, values: Sequence[Sequence[Any]], by: list[Terms], num_terms: int) -> Callable[[], Terms]:
+        """Returns how to fetch the sums of numbers over micro-batches and ranks, each times its factor in `by`."""
+        columns = _columns(values)
+        return lambda: _weighted(columns, by)
+
+    def add_up_tensor(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Starts to add up a tensor over all ranks; returns a function that waits for the sum."""
+        return lambda: tensor
+
+    def gathered(self, own: Any) -> list[Any]:
+        """What each rank passes here, by rank."""
+        return [own]
 
     def drop(self) -> None:
         """After an error: forgets the gradients inside of the model."""
@@ -107,6 +119,9 @@ class Ranks:
         """Around a pass that must not change running statistics."""
         return _NOTHING
 
+    def sum_over_ranks(self, tensor: Tensor) -> None:
+        """Replaces a tensor by its sum over all ranks."""
+
     def sync_ranks(self, weight: Terms) -> Terms:
         """Before a micro-batch of `micro_batch()`; returns the reference for weights if all ranks need the same."""
         return ()
@@ -129,7 +144,7 @@ class SeveralRanks(Ranks):
         self._has_sync_batch_norm = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.divisor = float(self.size)
-        self._device = device
+        self.device: torch.device = device
         self._is_reduced = False
         self._reduced: set[Tensor] = set()
         """The parameters whose gradients are reduced."""
@@ -186,6 +201,9 @@ class SeveralRanks(Ranks):
                 "hooks on every rank"
             )
 
+    def sum_over_ranks(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self.group)
+
     def add_up(self, count: Callable[[], float]) -> float:
         with self.raise_on_all_ranks():
             own = count()
@@ -196,15 +214,25 @@ class SeveralRanks(Ranks):
         self, losses: Sequence[Sequence[Any]], weights: Sequence[Terms], total: Terms, reduction: Reduction
     ) -> Callable[[], Terms]:
         """All ranks take part, so the all-reduce starts at once, whether or not the loss is read."""
-        by = [shares(weight, total, reduction) for weight in weights]
-        sums = _weighted_now(losses, by, len(total), self._device)
-        work = dist.all_reduce(sums, group=self.group, async_op=True)
+        return self.add_up_numbers(losses, [shares(weight, total, reduction) for weight in weights], len(total))
 
-        def fetch() -> Terms:
+    def add_up_numbers(self, values: Sequence[Sequence[Any]], by: list[Terms], num_terms: int) -> Callable[[], Terms]:
+        wait = self.add_up_tensor(_weighted_now(values, by, num_terms, self.device))
+        return lambda: tuple(wait().tolist())
+
+    def add_up_tensor(self, tensor: Tensor) -> Callable[[], Tensor]:
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+
+        def wait() -> Tensor:
             work.wait()
-            return tuple(sums.tolist())
+            return tensor
 
-        return fetch
+        return wait
+
+    def gathered(self, own: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, own, group=self._host_group)
+        return found
 
 
 def check_group(group: dist.ProcessGroup | None, own: dist.ProcessGroup) -> None:
@@ -217,6 +245,14 @@ def check_group(group: dist.ProcessGroup | None, own: dist.ProcessGroup) -> None
             f"group has {len(given)} ranks but the model's gradients are reduced over {len(wanted)}: "
             "leave group out, or give the model the same group"
         )
+
+
+def _columns(values: Sequence[Sequence[Any]]) -> list[Any]:
+    """The values of all micro-batches, term by term; one tensor where they are on a device."""
+    return [
+        torch.stack(term) if all(isinstance(value, Tensor) for value in term) else term
+        for term in zip(*values, strict=True)
+    ]
 
 
 def _weighted(columns: list[Any], by: list[Terms]) -> Terms:
@@ -238,6 +274,8 @@ def _weighted_now(losses: Sequence[Sequence[Any]], by: list[Terms], num_terms: i
             sums.append(torch.zeros((), dtype=torch.float64, device=device))
             continue
         kept, factors = zip(*counted, strict=True)
+        if not all(isinstance(value, Tensor) for value in kept):  # a loaded window has numbers
+            kept = tuple(torch.as_tensor(value, dtype=torch.float64, device=device) for value in kept)
         products = torch._foreach_mul(list(torch.stack(kept).double().unbind()), factors)  # takes plain numbers along
         sums.append(torch.stack(products).sum())
     return torch.stack(sums)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -11,19 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from ...core.batch import batch_norm_causes
-from ...core.errors import BigBatchWarning
+from ...core.errors import BatchError, BigBatchWarning
 from ...core.verify.trial import Array, Gradient, Loop, Rows, scales_of
 from ...core.weight import Reduction, Terms, as_terms
 from ...core.window import Window
 from .. import batch as nest
 from .. import hooks
 from ..accumulator import Accumulator
+from ..auxiliary import without_aux
 from ..backward import Loss, check_loss
-from ..checks import batch_norms
+from ..batch_norm import REMEDY, Mode, freeze, normalising
+from ..cutting import Cutting, take
 from ..gradients import leaves_of
 from ..internals import BatchNorm, Dropout
 from ..random import RandomState, cuda_devices_of
-from ..time_major import cut_along_axis_1, cut_along_time
+from ..time_major import cut_along_time, other_axes
 from ..window import Weight, weigh
 from .draws import Recording, Replay
 from .foreign import Steps, as_array
@@ -40,19 +43,33 @@ class Trial:
         sizes: int | Sequence[int],
         weight: Weight | None,
         reduction: Reduction,
+        cutting: Cutting,
+        batch_norm: Mode = "batch",
+        *,
+        has_aux: bool = False,
     ) -> None:
         """`sizes` is that of a micro-batch, or those of all."""
-        self._activated = _put_into_training(model)
+        is_frozen = batch_norm == "frozen"
+        self._activated = _put_into_training(model, (Dropout,) if is_frozen else (Dropout, BatchNorm))
+        if is_frozen:
+            freeze(model)
         self.model = model
         self.batch = batch
-        self.loss = loss
+        self.loss = without_aux(loss, has_aux=has_aux)
         self.weight = weight
         self.reduction: Reduction = reduction
+        self._cutting = cutting
+        micro_batches: Sequence[Any] = ()
         if isinstance(sizes, int):
-            _, sizes = nest.cut(batch, sizes, avoid_single_sample=bool(batch_norms(model)))  # as step() does
+            has_norms = bool(normalising(model))
+            micro_batches, sizes = cutting(batch, sizes, avoid_single_sample=has_norms)  # as step() does
         self.parts: Sequence[Rows] = [
             range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)
         ]
+        self._cut: dict[Rows, Any] | None = None
+        """What the user's own function returned for each part: it cannot be asked for other rows."""
+        if callable(cutting.cut):
+            self._cut = {range(sum(sizes)): batch, **dict(zip(self.parts, micro_batches, strict=True))}
         self.batch_size = sum(sizes)
         self.parameters = list(model.parameters())
         self.epsilon = max(torch.finfo(p.dtype).eps for p in self.parameters)
@@ -70,6 +87,9 @@ class Trial:
         self._weights: list[Terms] = [(len(part),) for part in self.parts]
         if weight is not None:
             self._weights = weigh([self._rows(part) for part in self.parts], weight)
+            if self._cut is not None:
+                (whole,) = weigh([self._rows(range(self.batch_size))], weight)
+                cutting.check_weights(whole, self._weights)
 
     # --- gradients -------------------------------------------------------------------------------------------
 
@@ -77,7 +97,8 @@ class Trial:
         with Recording() as recording:
             gradient, _ = self._pass(self._rows(range(self.batch_size)))
         self._changed = [n for n, t in self.model.named_buffers() if not torch.equal(t, self._value_of[t])]
-        self._replay = Replay(recording.draws, self.batch_size) if recording.draws else None
+        draws = recording.draws if self._cut is None else [None] * len(recording.draws)
+        self._replay = Replay(draws, self.batch_size) if draws else None
         self._other_draws = self._random.drawn()
         self._notes = []
         if self._other_draws:
@@ -111,7 +132,16 @@ class Trial:
         with replay or nullcontext(), warnings.catch_warnings():
             warnings.simplefilter("ignore", BigBatchWarning)  # reported as causes instead
             own_weight = None if self.weight is None else weight
-            accumulator = Accumulator(self.model, optimizer, loss, weight=own_weight, reduction=self.reduction)
+            accumulator = Accumulator(
+                self.model,
+                optimizer,
+                loss,
+                weight=own_weight,
+                reduction=self.reduction,
+                batch_axis=self._cutting.batch_axis,
+                cut=self._cutting.cut,
+                num_samples=self._cutting.num_samples,
+            )
             is_applied = accumulator.step(Window(micro_batches)).is_applied
         if replay is not None:
             self._notes.insert(0, _about_masks(self.model, replay.is_faithful))
@@ -162,7 +192,13 @@ class Trial:
         return {n: g * (along / square) for n, g in moved.items()} if along > 0 else moved
 
     def explained(self) -> list[str]:
-        return self._loop_causes
+        if self._loop_causes or self._cut is None:
+            return self._loop_causes
+        return [
+            "the cause was not looked for, since cut= can only be asked for these micro-batches: check that it gives "
+            "each of them its own samples, with offsets and ids that begin anew, and that `weight` returns over how "
+            "many the loss is a mean"
+        ]
 
     def right_scales(self) -> Array:
         return scales_of(self._weights, self.reduction)
@@ -182,21 +218,23 @@ class Trial:
         ]
 
     def layer_causes(self) -> list[str]:
-        return batch_norm_causes(batch_norms(self.model), "put them into eval mode")
+        return batch_norm_causes(normalising(self.model), REMEDY)
 
     def cut_elsewhere(self, is_mean: Callable[[Any, Any, Any], bool]) -> str | None:
         with self.without_hooks():
             self._reset()
             with suppress(Exception):  # the loss may refuse such a batch
-                found = cut_along_time(lambda rows: self.loss(self.model, rows), self.model, self._rows(self.parts[0]))
-                if found:
-                    return found
-            whole, _ = self._pass(self._rows(range(self.batch_size)))
-            for sentence, halves in _other_cuts(self.batch):
+                whole, _ = self._pass(self._rows(range(self.batch_size)))
+            for sentence, cutting in _other_cuts(self.batch, self._cutting):
                 with suppress(Exception):
-                    first, second = (self._pass(nest.map_tensors(_fresh, half))[0] for half in halves)
+                    (one, other), _ = cutting(self.batch, -(-cutting.size(self.batch) // 2))
+                    first, second = (self._pass(nest.map_tensors(_fresh, half))[0] for half in (one, other))
                     if is_mean(whole, first, second):
                         return sentence
+            with suppress(Exception):
+                if self._cutting.cut is None:
+                    run, part = partial(self.loss, self.model), self._rows(self.parts[0])
+                    return cut_along_time(run, self.model, part, self._cutting.batch_axis)
         return None
 
     def carried_over(self) -> list[str]:
@@ -245,14 +283,19 @@ class Trial:
     def _rows(self, rows: Rows) -> Any:
         """A copy of these samples, since a loss may change them or remove them from the batch."""
 
-        def taken(tensor: Tensor) -> Tensor:
-            if not tensor.ndim:
-                return tensor
+        def taken(tensor: Tensor, axis: int) -> Tensor:
             if isinstance(rows, range) and tensor.layout is torch.strided:
-                return tensor.narrow(0, rows.start, len(rows))
-            return tensor.index_select(0, torch.as_tensor(list(rows), device=tensor.device))
+                return tensor.narrow(axis, rows.start, len(rows))
+            return tensor.index_select(axis, torch.as_tensor(list(rows), device=tensor.device))
 
-        return nest.map_tensors(lambda t: _fresh(taken(t), requires_grad=t.requires_grad), self.batch)
+        cut, axis = self._cutting.cut, self._cutting.batch_axis
+        if self._cut is not None:
+            own = self._cut[range(rows[0], rows[-1] + 1)]
+        elif cut == "list":
+            own = take(self.batch, rows, axis)
+        else:
+            own = nest.map_axes(taken, self.batch, axis)
+        return nest.map_tensors(_fresh, own)
 
     def _pass(
         self, batch: Any, term: int | None = None, replay: Replay | None = None
@@ -296,11 +339,11 @@ class Trial:
         self._random.restore()
 
 
-def _put_into_training(model: nn.Module) -> list[str]:
-    """Puts a model that is in eval mode into training mode, if it has layers that differ there; returns their names."""
+def _put_into_training(model: nn.Module, kinds: tuple[Any, ...]) -> list[str]:
+    """Puts a model that is in eval mode into training mode, if it has layers of these kinds; returns their names."""
     if model.training:
         return []
-    acting = [name for name, m in model.named_modules() if isinstance(m, Dropout | BatchNorm) and not m.training]
+    acting = [name for name, m in model.named_modules() if isinstance(m, kinds) and not m.training]
     if acting:
         model.train()
     return acting
@@ -311,23 +354,24 @@ def _fresh(tensor: Tensor, requires_grad: bool | None = None) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad if requires_grad is None else requires_grad)
 
 
-def _other_cuts(batch: Any) -> Iterator[tuple[str, list[Any]]]:
-    """Other ways to cut the batch in two, each with the sentence to report if it gives the right gradient."""
-    columns = cut_along_axis_1(batch, 1)
-    if columns is not None and (halves := cut_along_axis_1(batch, -(-len(columns) // 2))) is not None:
+def _other_cuts(batch: Any, cutting: Cutting) -> Iterator[tuple[str, Cutting]]:
+    """Other ways to cut the batch, each with the sentence to report if it gives the right gradient."""
+    if cutting.cut is not None:
+        return
+    for axis in other_axes(batch, cutting.batch_axis):
+        is_first = axis == 0
         yield (
-            "the batch is probably time-major: cut along its second axis it adds up, cut along its first it does not; "
-            "put the samples first (x.transpose(0, 1) in the collate function, and back in forward)",
-            halves,
+            f"this looks {'batch-first' if is_first else 'time-major'}: pass batch_axis={axis}; cut along its "
+            f"{'first' if is_first else 'second'} axis the batch adds up, and cut along batch_axis="
+            f"{cutting.batch_axis} it does not",
+            Cutting(axis),
         )
-    lists = [batch] if isinstance(batch, list) else list(batch) if isinstance(batch, tuple) else []
-    sizes = {len(item) if isinstance(item, list) else 0 for item in lists}
-    if len(sizes) == 1 and (size := sizes.pop()) > 1:
-        cut = [[item[: size // 2] for item in lists], [item[size // 2 :] for item in lists]]
+    listed = Cutting(cut="list")
+    with suppress(BatchError):
         yield (
-            f"the batch is a list of {size} samples, and each of them was cut along its own first axis: stack them "
-            "into one tensor with a row for each sample",
-            [half[0] if isinstance(batch, list) else tuple(half) for half in cut],
+            f"the batch is a list of {listed.size(batch)} samples, and each of them was cut along its own axis "
+            f'{cutting.batch_axis}: pass cut="list"',
+            listed,
         )
 
 

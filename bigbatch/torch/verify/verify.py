@@ -1,9 +1,9 @@
 """Compares accumulation with the full batch, on a copy of the user's model."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Never
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from ...core.window import Window
 from .. import batch as nest
 from .. import hooks
 from ..backward import Loss
+from ..batch import BatchAxis
+from ..batch_norm import Mode, check_mode
+from ..cutting import Cutting
 from ..internals import HOOKS_AFTER, HOOKS_BEFORE, uncompiled
 from ..random import random_state_kept
 from ..transfer import transfer_for
@@ -34,9 +37,14 @@ def verify(
     *,
     weight: Weight | None = None,
     reduction: Reduction = "mean",
+    batch_norm: Mode = "batch",
+    has_aux: bool = False,
     step: Loop | None = None,
     tolerance: float | None = None,
     dtype: torch.dtype | None = None,
+    batch_axis: BatchAxis = 0,
+    cut: Literal["list"] | Callable[[Any, list[int]], Sequence[Any]] | None = None,
+    num_samples: Callable[[Any], int] | None = None,
     **unknown: Never,
 ) -> Verification:
     """Compares the gradient of the full batch with the accumulated one, and names the cause if they differ.
@@ -53,26 +61,34 @@ def verify(
             the causes say so.
         batch: A batch that fits into memory as a whole: a tensor or a nest of tensors. Or a `Window` of micro-batches,
             of any sizes, which are concatenated to the full batch.
-        loss: `loss(model, micro_batch)` returns the mean over the micro-batch; a tuple for several terms.
+        loss: `loss(model, micro_batch)` returns the mean over the micro-batch; a tuple for several terms, or whatever
+            else the accumulator's loss may return.
         micro_batch_size: The number of samples in a micro-batch; not for a `Window`.
         weight: `weight(micro_batch)` returns the number of samples or tokens that the loss is a mean over. Samples if
             it is left out.
         reduction: "mean", or "sum" if the loss adds up.
+        batch_norm: What the `Accumulator` is given: with "frozen", BatchNorm layers use their running statistics.
+        has_aux: Whether the loss returns `(loss, aux)`, as for the accumulator. Aux is not compared.
         step: A loop of your own to check instead of the accumulator. `step(model, micro_batches)` leaves its gradients
             on the model it is given, or ends with a step of an optimizer that it makes for that model.
         tolerance: The largest relative error that counts as exact: 1e-9 in float64 if it is left out; in float32 it
             follows from the number of samples and micro-batches.
         dtype: torch.float64 or torch.float32. If it is left out, float64, or float32 if the model or the loss cannot
             compute in float64, which the causes then mention.
+        batch_axis: The axis of the samples, or a nest of axes like the batch, as in `Accumulator`.
+        cut: "list", or a function `cut(batch, sizes)` that returns the micro-batches, as in `Accumulator`.
+        num_samples: `num_samples(batch)` returns how many samples a batch has, if its tensors do not show it.
 
     Returns:
         The verdict, true if it is exact. It prints as a table with the causes below.
     """
+    cutting = Cutting(batch_axis, cut, num_samples)
     check_known(unknown, verify)
     check_loss("loss", loss)
+    check_mode("batch_norm", batch_norm)
     sizes: int | Sequence[int]
     if isinstance(batch, Window):
-        batch, sizes = joined(batch)
+        batch, sizes = joined(batch, cutting)
     else:
         sizes = positive("micro_batch_size", micro_batch_size)
 
@@ -82,7 +98,7 @@ def verify(
             transfer, own = transfer_for(list(twin.parameters())), _cast_to(batch, dtype)
             if transfer is not None:
                 own = transfer.brought(own)
-            trial = Trial(twin, own, loss, sizes, weight, reduction)
+            trial = Trial(twin, own, loss, sizes, weight, reduction, cutting, batch_norm, has_aux=has_aux)
             try:
                 found = audit(trial, tolerance, step)
             finally:
