@@ -96,7 +96,8 @@ def test_a_loop_with_two_optimizers_changes_in_six_lines(tmp_path: Path) -> None
     assert apart(ours, full) < 1e-12
     assert our_lines == full_lines
     assert float(re.search(r"accuracy ([\d.]+)%", full_lines[-1])[1]) > 95
-    wrong, _ = weights_of("torch_after.py", tmp_path, ("(model, optimizers, loss", "(model, [muon], loss"))
+    one = ("(model, optimizers, loss", "(model, [muon], loss"), ("scheduler=schedulers", "scheduler=schedulers[:1]")
+    wrong, _ = weights_of("torch_after.py", tmp_path, *one)
     assert apart(wrong, full) > 1e-3
 
 
