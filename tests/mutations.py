@@ -136,6 +136,18 @@ torch: the schedule steps on a skipped step | torch/update.py | test-torch
 torch: a saved window loses the unit of its sums | torch/state.py | test-torch
 - sums.unit = unit
 + sums.unit = 1.0
+torch: aux is a mean over micro-batches | torch/auxiliary.py | test-torch
+- by = [share(weight[0], total[0]) for weight in weights]
++ by = [1 / len(weights) for weight in weights]
+torch: rows of micro-batches without weight are missing in aux | torch/window.py | test-torch
+- if reduction == "sum" or any(weight) or runs_all
++ if reduction == "sum" or any(weight)
+torch: aux is in memory that a replay overwrites | torch/auxiliary.py | test-torch
+- return leaf.detach().clone()
++ return leaf.detach()
+torch: an interrupted step forgets its aux | torch/state.py | test-torch
+- aux.load_state_dict(saved_aux, len(state["losses"]))
++ aux.load_state_dict({**saved_aux, "values": saved_aux["values"][:0]}, 0)
 ranks: the world size is 1 | torch/distributed/ranks.py | test-ranks
 - self.divisor = float(self.size)
 + self.divisor = 1.0

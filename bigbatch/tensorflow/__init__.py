@@ -9,8 +9,9 @@ except ImportError as error:
 
 from . import weights
 from .accumulator import Accumulator
+from .batch_norm import recalibrate
 from .checkpoints import Checkpoints
 from .train import train_with_accumulation
 from .verify.verify import verify
 
-__all__ = ["Accumulator", "Checkpoints", "train_with_accumulation", "verify", "weights"]
+__all__ = ["Accumulator", "Checkpoints", "recalibrate", "train_with_accumulation", "verify", "weights"]

@@ -10,6 +10,7 @@ import tensorflow as tf
 from ..core import labels as core_labels
 from ..core.errors import GradientError, LossError, OptionError, OrderError, WeightError
 from ..core.weight import Terms, check_terms, is_number
+from .auxiliary import OTHER_ROWS
 from .gradients import wide_dtype
 from .weight import BAD_WEIGHT, WEIGHT
 
@@ -84,7 +85,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        for message, error_class in ((BAD_WEIGHT, WeightError), (_BAD_LOSS, LossError)):
+        for message, error_class in ((BAD_WEIGHT, WeightError), (_BAD_LOSS, LossError), (OTHER_ROWS, OptionError)):
             if message in error.message:
                 raise error_class(message) from None
         raise

@@ -98,7 +98,7 @@ def auxes(capture: Any, loss: Any = with_aux, **options: Any) -> tuple[list[Any]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulator = Accumulator(model, optimizer, loss, 4, capture=capture, has_aux=True, **options)
     if accumulator._captured is not None:
-        accumulator._update.captured_optimizer = None
+        accumulator._optimizers._captured = [None]
     torch.manual_seed(3)
     steps = [accumulator.step(data(13 - step % 2)) for step in range(6)]
     return [step.aux for step in steps], getattr(accumulator._captured, "num_replays", 0)
@@ -156,3 +156,22 @@ def test_a_wrong_replay_leaves_nothing_behind(size: int, monkeypatch: pytest.Mon
 def test_random_numbers_of_the_host_are_refused() -> None:
     with pytest.raises(CaptureError, match="random numbers on the host"):
         trained(True, loss=lambda model, batch: loss(model, batch) * random.random())
+
+
+def test_a_gradient_that_was_left_is_not_overwritten() -> None:
+    """Recorded passes add to the same memory in each window."""
+    left = []
+    for is_captured in (False, True):
+        model = make_model()
+        accumulator = Accumulator(model, torch.optim.LBFGS(model.parameters()), loss, 4, capture=is_captured)
+        torch.manual_seed(3)
+        kept = []
+        for step in range(5):
+            model.zero_grad()
+            accumulator.backward(data(13 - step % 2))
+            kept.append([p.grad for p in model.parameters()])
+        left.append(kept)
+    assert accumulator._captured is not None
+    assert accumulator._captured.num_replays > 0
+    for eager, captured in zip(*left, strict=True):
+        assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(eager, captured, strict=True))
