@@ -2,15 +2,26 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, Never, get_args
 
 import tensorflow as tf
 
 from ..core.auxiliary import check_aux
+from ..core.batch import one_batch
 from ..core.errors import BatchError, OptionError, OrderError
 from ..core.exclusive import Exclusive
 from ..core.nonfinite import NonFinite, OnNonFinite
-from ..core.options import Fixed, Option, OptionOf, check_callable, check_choice, check_size
+from ..core.options import (
+    Fixed,
+    Option,
+    OptionOf,
+    check_callable,
+    check_choice,
+    check_known,
+    check_loss,
+    check_size,
+    described,
+)
 from ..core.step import Step
 from ..core.verify.result import Verification
 from ..core.weight import Reduction, check_reduction
@@ -136,7 +147,7 @@ class Accumulator(tf.Module):
 
     model, optimizer, reduction, jit_compile = Fixed(), Fixed(), Fixed(), Fixed()
     has_aux, aux, batch_norm = Fixed(), Fixed(), Fixed()
-    loss, weight = Option(check_callable), Option(check_callable)
+    loss, weight = Option(check_loss), Option(check_callable)
     micro_batch_size = Option(check_size)
     accumulation_steps = OptionOf("_window", _check_not_traced)
     clip_norm, clip_value = OptionOf("_update", _check_not_traced), OptionOf("_update", _check_not_traced)
@@ -161,7 +172,9 @@ class Accumulator(tf.Module):
         aux: Any = "auto",
         batch_norm: BatchNorm = "batch",
         variables: Sequence[Any] | None = None,
+        **unknown: Never,
     ) -> None:
+        check_known(unknown, Accumulator)
         super().__init__(name="accumulator")
         check_reduction(reduction)
         check_choice("batch_norm", batch_norm, get_args(BatchNorm))
@@ -198,6 +211,10 @@ class Accumulator(tf.Module):
         if self._trained_model.trainable_variables:
             self._prepare()
 
+    def __repr__(self) -> str:
+        """The options that are not at their default, and the number of steps."""
+        return f"{described(self)} after {int(self.num_steps)} step{'s' * (int(self.num_steps) != 1)}"
+
     @property
     def num_steps(self) -> tf.Variable:
         """How many steps were taken, applied or not."""
@@ -215,7 +232,7 @@ class Accumulator(tf.Module):
     # --- a batch, or a window of micro-batches -----------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert
-    def step(self, batch: Any) -> Step:
+    def step(self, batch: Any, *more: Never) -> Step:
         """Takes one step of the optimizer on the whole batch.
 
         Args:
@@ -223,6 +240,8 @@ class Accumulator(tf.Module):
                 strategy it may come from a distributed dataset; plain tensors are spread over the replicas. A
                 micro-batch of a Window counts once in `num_micro_batches`, however many replicas share it.
         """
+        if more:
+            raise BatchError(one_batch("step", 1 + len(more)))
         return self._run("step()", batch, self._update)
 
     @tf.autograph.experimental.do_not_convert

@@ -19,6 +19,10 @@ _REMEDY = "pass tape.gradient(loss, model.trainable_variables)"
 
 
 def check_model(model: Any) -> None:
+    if hasattr(model, "apply_gradients"):
+        raise OptionError(
+            f"model is a {type(model).__name__}, an optimizer: the model comes first, Accumulator(model, optimizer, …)"
+        )
     if not hasattr(model, "trainable_variables"):
         raise OptionError(
             f"the model is a {type(model).__name__}, which has no trainable_variables: pass a model of Keras, or a "

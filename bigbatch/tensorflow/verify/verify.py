@@ -1,10 +1,10 @@
 """Compares accumulation with the full batch, on the user's own model."""
 
-from typing import Any
+from typing import Any, Never
 
 import tensorflow as tf
 
-from ...core.options import positive
+from ...core.options import check_known, check_loss, positive
 from ...core.verify.compare import audit
 from ...core.verify.result import Verification
 from ...core.weight import Reduction
@@ -29,6 +29,7 @@ def verify(
     dtype: str = "float64",
     has_aux: bool = False,
     batch_norm: BatchNorm = "batch",
+    **unknown: Never,
 ) -> Verification:
     """Compares the gradient of the full batch with the accumulated one, and names the cause if they differ.
 
@@ -57,6 +58,8 @@ def verify(
         has_aux: Whether the loss returns the pair `(loss, aux)`.
         batch_norm: "frozen" if BatchNormalization layers normalise with their moving statistics, as for Accumulator.
     """
+    check_known(unknown, verify)
+    check_loss("loss", loss)
     micro_batch_size = positive("micro_batch_size", micro_batch_size)
     strategy = replicas.strategy_of(trained(model))
     with strategy.scope():
