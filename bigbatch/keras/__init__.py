@@ -1,5 +1,8 @@
 """bigbatch for Keras, on all of its backends."""
 
+from typing import TYPE_CHECKING
+
+from ..core.elsewhere import elsewhere as _elsewhere
 from ..core.errors import MissingExtraError
 
 try:
@@ -18,3 +21,9 @@ from .recalibrate import recalibrate
 from .verify import verify
 
 __all__ = ["accumulate", "recalibrate", "verify"]
+
+_ACCUMULATE = "call accumulate(model, micro_batch_size), then model.fit as before"
+if not TYPE_CHECKING:  # or a type checker would take any name to be there
+    __getattr__ = _elsewhere(
+        __name__, dict.fromkeys(("Accumulator", "train_with_accumulation", "value_and_grad"), _ACCUMULATE)
+    )

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, TypeVar, get_args
+from typing import Any, Never, TypeVar, get_args
 
 import keras
 
 from ..core.errors import OptionError
-from ..core.options import check_choice, check_size
+from ..core.options import check_choice, check_known, check_size
 from . import checks
 from .backends.step import Backend, FitStep
 from .batch_norm import Mode
@@ -25,6 +25,7 @@ def accumulate(
     batch_norm: Mode = "batch",
     loss: Callable[[Any, Any, Any, Any], Any] | None = None,
     weight: Callable[[Any, Any, Any], Any] | None = None,
+    **unknown: Never,
 ) -> Model:
     """Makes `fit` accumulate gradients, with the weights and the history of `fit` on the full batch.
 
@@ -84,6 +85,7 @@ def accumulate(
         OptionError: The model or its optimizer cannot be used in micro-batches, both numbers are given, or one of them
             is not a whole number of at least 1.
     """
+    check_known(unknown, accumulate)
     checks.check_model(model)
     micro_batch_size = check_size("micro_batch_size", micro_batch_size)
     accumulation_steps = check_size("accumulation_steps", accumulation_steps)

@@ -42,3 +42,18 @@ import bigbatch.keras
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     last = done.stderr.strip().splitlines()[-1]
     assert f"needs Keras 3.8 or later, but Keras {version} is installed" in last
+
+
+def test_names_and_options_of_others_are_answered() -> None:
+    import bigbatch.keras
+    from bigbatch import OptionError
+
+    with pytest.raises(
+        ImportError, match=r"bigbatch\.keras has no Accumulator: call accumulate\(model, micro_batch_size"
+    ):
+        from bigbatch.keras import Accumulator  # noqa: F401
+    assert not hasattr(bigbatch.keras, "nothing")
+    with pytest.raises(
+        OptionError, match="accumulate has no option gradient_accumulation_steps: pass micro_batch_size"
+    ):
+        bigbatch.keras.accumulate(None, gradient_accumulation_steps=4)
