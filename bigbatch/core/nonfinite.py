@@ -64,17 +64,19 @@ class NonFinite:
         """Records a step that was applied."""
         self.num_skipped = 0
 
-    def skipped(self, step: int, place: str, *, is_overflow: bool) -> None:
+    def skipped(self, step: int, place: str, *, is_overflow: bool, is_step: bool = True) -> None:
         """Records a step that was not applied; raises, warns or stops as the user chose.
 
         Args:
             step: Its number, from 1.
             place: What is not finite: "the loss", "the gradient of weight".
             is_overflow: Whether a GradScaler handles it.
+            is_step: False for a gradient alone, which the user wanted for the step with this number.
         """
         if self.raises and not is_overflow:
+            what = "it was not taken" if is_step else "no gradient was left"
             raise NonFiniteError(
-                f"{place} is not finite in step {step}, so it was not taken: {_REMEDY}, "
+                f"{place} is not finite in step {step}, so {what}: {_REMEDY}, "
                 'or pass on_nonfinite="skip" to skip such steps'
             )
         if not self.num_skipped:
@@ -94,6 +96,8 @@ class NonFinite:
             warn(
                 f"step {step} was skipped: {place} is not finite; "
                 "the parameters are unchanged and the next window starts clean"
+                if is_step
+                else f"backward() left no gradient for step {step}: {place} is not finite; the next call starts clean"
             )
 
     def check(self, until: int) -> None:

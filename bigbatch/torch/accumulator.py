@@ -35,12 +35,12 @@ from .backward import Backward, Loss
 from .batch import BatchAxis
 from .batch_norm import BatchNorms, Mode
 from .capture.capture import capture_for
-from .capture.optimizer import CapturedOptimizer
 from .cutting import Cutting
 from .distributed.detect import ranks_of
 from .distributed.ranks import Reduce
 from .distributed.totals import GetTotals, LocalCounts, Totals
 from .gradients import GradientBuffer, Gradients
+from .optimizers import Optimizers
 from .precision import Precision
 from .state import SavedState, packed
 from .sums import Sums
@@ -84,7 +84,8 @@ class Accumulator:
     Args:
         model: The model, already on its device. It may be wrapped in DistributedDataParallel, fully_shard or
             torch.compile.
-        optimizer: An optimizer that holds the model's parameters.
+        optimizer: An optimizer that holds the model's parameters, or a list of several, each with its own part of
+            them: Muon for matrices and AdamW for the rest. All of them step, or none does.
         loss: `loss(model, micro_batch)` returns the mean over the micro-batch, as a scalar tensor, or a mapping with
             "loss", such as the output of a Hugging Face model. It may return a tuple of terms, each a mean over a count
             of its own. Leave it out if you compute losses yourself, in `micro_batch()`.
@@ -104,7 +105,7 @@ class Accumulator:
         clip_value: Clamps each value of that gradient, after `clip_norm`. None for no limit.
         precision: "bf16" or "fp16" computes the loss under autocast, "fp16" with a GradScaler. None leaves it as it is.
         scaler: Your own GradScaler.
-        scheduler: A learning rate scheduler, stepped once for each step that is applied.
+        scheduler: A learning rate scheduler, or a list of several, stepped once for each step that is applied.
         accumulate_dtype: Gradients add up in at least this dtype; float32 if None.
         capture: True records micro-batches as CUDA graphs and replays them; "auto" does so where it is possible.
         group: The process group of the ranks; that of the model if None.
@@ -137,7 +138,7 @@ class Accumulator:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         loss: Loss | None = None,
         micro_batch_size: int | None = None,
         *,
@@ -166,15 +167,15 @@ class Accumulator:
         check_known(unknown, Accumulator)
         check_reduction(reduction)
         checks.check_model(model)
-        checks.check_optimizer(model, optimizer)
+        optimizers = self._optimizers = Optimizers(model, optimizer)
         checks.check_dtype(accumulate_dtype)
-        self.model, self.optimizer, self.loss, self.weight = model, optimizer, loss, weight
+        self.model, self.optimizer, self.loss, self.weight = model, optimizers.given, loss, weight
         self.micro_batch_size, self.accumulation_steps = micro_batch_size, accumulation_steps
         self._cutting = Cutting(batch_axis, cut, num_samples)
         self.reduction, self.precision, self.accumulate_dtype = reduction, precision, accumulate_dtype
         self.capture, self.group, self.reduce = capture, group, reduce
         self.has_aux, self.aux = has_aux, check_aux("aux", aux, has_aux=has_aux)
-        self._gradients = Gradients(optimizer, {p: name for name, p in model.named_parameters()}, accumulate_dtype)
+        self._gradients = Gradients(optimizers, {p: name for name, p in model.named_parameters()}, accumulate_dtype)
         self._exclusive = self._gradients.exclusive
         parameters = self._gradients.parameters()
         self._precision = Precision(precision, scaler, parameters, self._gradients.is_widened)
@@ -182,7 +183,7 @@ class Accumulator:
         self._ranks = ranks_of(model, self._gradients, group, reduce)
         self._batch_norms = BatchNorms(model, batch_norm, self._ranks)
         self._nonfinite = NonFinite(on_nonfinite, max_skipped)
-        self._update = Update(optimizer, self._gradients, self._precision, self._ranks, self._nonfinite, reduction)
+        self._update = Update(optimizers, self._gradients, self._precision, self._ranks, self._nonfinite, reduction)
         self.clip_norm, self.clip_value, self.scheduler = clip_norm, clip_value, scheduler
         self._transfer = transfer_for(parameters)
         self._time_axis = TimeAxis(model, can_run_twice=not self._ranks.is_distributed)
@@ -198,8 +199,7 @@ class Accumulator:
         )
         self._captured = capture_for(capture, model, loss, self._gradients, self._eager, self._ranks)
         if self._captured is not None:
-            pool = self._captured.pool
-            self._update.captured_optimizer = CapturedOptimizer(optimizer, self._captured.device, pool)
+            optimizers.capture(self._captured.device, self._captured.pool)
         self._backward = self._captured or self._eager
         self._has_seen_labels = False
         self._window: PartialWindow | None = None
@@ -235,19 +235,50 @@ class Accumulator:
         """
         if more:
             raise BatchError(one_batch("step", 1 + len(more)))
-        with self._exclusive.hold("step()"):
-            cut, window, counts = self._cut_and_weigh(batch)  # micro-batches with their weights, and progress so far
+        return self._run("step()", batch, self._update)  # unscale, check, clip, optimizer, schedule
+
+    def backward(self, batch: Any, *more: Never) -> Step:
+        """Leaves the gradient of the whole batch in .grad, as `loss(model, batch).backward()` would, and steps nothing.
+
+            def closure():                          # LBFGS computes the loss several times in one step
+                optimizer.zero_grad()
+                return accumulator.backward(batch).loss
+
+            optimizer.step(closure)
+
+        The gradient is finished as that of a step: reduced over ranks, unscaled, seen by hooks, clipped by `clip_norm`
+        and `clip_value`. Go on with it as you like, and call `zero_grad()` before the next call. With a GradScaler, go
+        on with `scaler.step(optimizer)` and `scaler.update()`.
+
+        The `Step` that is returned is not applied, and not counted. If the gradient is not finite, .grad stays None and
+        `on_nonfinite` applies. `interrupt` does not stop it.
+
+        Args:
+            batch: What `step` takes.
+        """
+        if more:
+            raise BatchError(one_batch("backward", 1 + len(more)))
+        return self._run("backward()", batch, self._leave_in_grad)  # unscale, check, clip
+
+    def _run(self, call: str, batch: Any, finish: Callable[..., Step]) -> Step:
+        """Accumulates the gradient of the whole batch, and does with it what `finish` does."""
+        with self._exclusive.hold(call):
+            cut, window, counts = self._cut_and_weigh(batch, call)  # micro-batches with weights, and progress so far
             get_totals = self._ranks.agree(counts)  # starts to add up the total weight W; get_totals() waits for it
             num_done = len(window.losses)
             try:
                 with self._batch_norms.window(is_new=not num_done) if self._batch_norms.has_layers else _NOTHING:
                     sums, losses = self._accumulate(cut, window, get_totals)  # each forward, backward; reduced once
                     aux = self._combined_aux(window, cut.pass_weights, get_totals(), cut.num_skipped)
-                # unscale, check, clip, optimizer, schedule
-                return aux.onto(self._update(sums, losses, get_totals(), cut.largest_micro_batch))
+                return aux.onto(finish(sums, losses, get_totals(), cut.largest_micro_batch))
             except Exception as error:
                 cut.explain(error, num_done)
                 raise
+
+    def _leave_in_grad(self, sums: Sums, *of_batch: Any) -> Step:
+        if self._captured is not None:
+            self._unshare(sums)
+        return self._update.without_step(sums, *of_batch)
 
     def _accumulate(self, cut: Cut, window: PartialWindow, get_totals: GetTotals) -> tuple[Sums, Losses]:
         """Adds up the gradient of the whole batch over all micro-batches and ranks; returns it and the losses.
@@ -266,7 +297,7 @@ class Accumulator:
                 losses.append(values)
                 if window.aux is not None:
                     window.aux.add(aux, cut.num_samples(number, self._cutting))
-                if self.is_interrupted and number + 1 < len(passes) and not is_distributed:
+                if self.is_interrupted and number + 1 < len(passes) and not is_distributed and window.is_of_step:
                     break
             # with fully_shard, all ranks make equally many passes, since each gathers parameters
             num_passes = max(get_totals().num_passes) if self._ranks.is_sharded else 0
@@ -280,14 +311,16 @@ class Accumulator:
         sums.multiply(sums.unit)
         return sums, self._ranks.sum_losses(losses, cut.pass_weights, get_totals().total, self.reduction)
 
-    def _cut_and_weigh(self, batch: Any) -> tuple[Cut, PartialWindow, LocalCounts]:
+    def _cut_and_weigh(self, batch: Any, call: str) -> tuple[Cut, PartialWindow, LocalCounts]:
         """Checks, cuts and weighs the batch. An error is raised on all ranks, and changes nothing."""
-        self._check_before("step()", "batch")
+        is_step = call == "step()"
+        self._check_before(call, "batch" if is_step else "")
         if self.loss is None:
-            raise OptionError("step() needs a loss: pass Accumulator(model, optimizer, loss, …)")
+            raise OptionError(f"{call} needs a loss: pass Accumulator(model, optimizer, loss, …)")
         window = self._window
         with self._ranks.raise_on_all_ranks() if self._ranks.is_distributed else _NOTHING:
-            self._update.check_not_held_back()
+            if is_step:
+                self._update.check_not_held_back()
             self._gradients.check_empty()
             num_hooks = self._gradients.check_hooks()
             if self._ranks.is_distributed and self._cutting.is_empty(batch):
@@ -300,7 +333,7 @@ class Accumulator:
             if self._ranks.is_distributed:
                 self._ranks.check(self._gradients, cut.weights if self.reduction == "mean" else ())
             if window is None:
-                window = PartialWindow.of_step(cut, self._new_aux())
+                window = PartialWindow.of_step(cut, self._new_aux(), is_of_step=is_step)
             else:
                 window.check_same(cut.weights)
                 window.check_unchanged(self._gradients.versions())
@@ -346,8 +379,11 @@ class Accumulator:
         """Raises before anything begins: errors of earlier steps, calls in a wrong order, an interruption."""
         self._nonfinite.check(self._update.num_steps - 1)  # some ranks may not know yet how the last step ended
         self._nonfinite.check_not_stopped()
-        if self._window is not None and self._window.is_of_step != (call == "step()"):
+        is_backward = call == "backward()"
+        if self._window is not None and (is_backward or self._window.is_of_step != (call == "step()")):
             raise self._window.refuse(call)
+        if not is_backward:
+            self._optimizers.check_needs_no_closure(call)
         if what and self.is_interrupted and not self._ranks.is_distributed:
             self.is_interrupted = False
             raise Interrupted(
@@ -575,8 +611,8 @@ class Accumulator:
 
     def _interruption(self, window: PartialWindow, num_passes: int) -> Interrupted:
         """Keeps what is done of the step, and returns the exception that says how to continue."""
-        if self._captured is not None:  # recorded passes add to memory of their own
-            window.sums[0].update({p: g.clone() for p, g in window.sums[0].items()})
+        if self._captured is not None:
+            self._unshare(window.sums[0])
         window.loss_scale, window.seen = self._precision.loss_scale(), self._gradients.versions()
         window.check_trainable(self._gradients.parameters())
         self._window = window
@@ -585,6 +621,11 @@ class Accumulator:
             f"step {self.num_steps + 1} was interrupted after {len(window.losses)} of {num_passes} micro-batches: "
             "save state_dict(), and call step() with the same batch to go on"
         )
+
+    @staticmethod
+    def _unshare(sums: Sums) -> None:
+        """Gives sums memory of their own: recorded passes add to memory that the next window uses again."""
+        sums.update({p: g.clone() for p, g in sums.items()})
 
     def forget(self) -> None:
         """Drops the window that is open or was interrupted, if there is one; the next one starts clean.

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..core.history import History
 from ..core.window import stream_of
 from .accumulator import Accumulator
 from .arrays import from_array, to_array, with_sparse, without_sparse
+from .optimizers import numbered
 
 
 class Checkpoints(Resumable):
@@ -25,13 +27,13 @@ class Checkpoints(Resumable):
             history.append(accumulator.step(batch))
 
     If the process is killed, start it again with the same lines: it ends with the same parameters, bit for bit on a
-    CPU. A checkpoint has the model, the optimizer, the schedule, the scaler, the gradients of an open window, the
+    CPU. A checkpoint has the model, the optimizers, the schedules, the scaler, the gradients of an open window, the
     random state of Python, NumPy and PyTorch on all devices, the position in the data and the history. It is JSON and
     safetensors, so reading one from somebody else runs no code.
 
     Args:
         folder: Where checkpoints are kept.
-        accumulator: The accumulator to save, with its model, optimizer and schedule.
+        accumulator: The accumulator to save, with its model, optimizers and schedules.
         every: How often to save: a number of batches, a time such as "10min", or None for `save()` alone.
         keep: How many checkpoints to keep.
         history: A History to save and to restore as well.
@@ -53,9 +55,7 @@ class Checkpoints(Resumable):
                 "the model is trained by several ranks, each with a state of its own: save it with "
                 "torch.distributed.checkpoint, which knows them all"
             )
-        own = {"model": accumulator.model, "optimizer": accumulator.optimizer, "accumulator": accumulator}
-        if accumulator.scheduler is not None:
-            own["scheduler"] = accumulator.scheduler
+        own = parts_of(accumulator)
         if taken := sorted(own.keys() & more.keys()):
             raise OptionError(f"{taken[0]} is saved already, as that of the accumulator: give yours another name")
         self._parts: dict[str, Any] = {**own, **more}
@@ -94,6 +94,12 @@ class Checkpoints(Resumable):
             torch.cuda.set_rng_state_all(found["cuda"])
         for generator, state in zip(_generators_of(data), found["loader"], strict=False):
             generator.set_state(state)
+
+
+def parts_of(accumulator: Accumulator) -> dict[str, Any]:
+    """What a checkpoint saves of an accumulator, by name; of several optimizers, the second is "optimizer 2"."""
+    optimizers, schedulers = numbered("optimizer", accumulator.optimizer), numbered("scheduler", accumulator.scheduler)
+    return {"model": accumulator.model, **optimizers, "accumulator": accumulator, **schedulers}
 
 
 def state_of(parts: Mapping[str, Any]) -> Any:
@@ -148,10 +154,11 @@ def _kinds(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _names_of_parameters(parts: Mapping[str, Any]) -> list[str]:
-    """The names of the optimizer's parameters, in its order, by which its state is saved."""
+    """The names of the optimizers' parameters, in their order, by which their state is saved."""
     names = {p: name.replace("_orig_mod.", "").removeprefix("module.") for name, p in parts["model"].named_parameters()}
-    groups = parts["optimizer"].param_groups
-    return [names.get(p, "a parameter of another model") for group in groups for p in group["params"]]
+    own = [part for name, part in parts.items() if re.fullmatch("optimizer( [0-9]+)?", name)]
+    held = [p for optimizer in own for group in optimizer.param_groups for p in group["params"]]
+    return [names.get(p, "a parameter of another model") for p in held]
 
 
 def _generators_of(data: Any) -> list[torch.Generator]:

@@ -24,12 +24,8 @@ def check_model(model: Any) -> None:
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if not (callable(getattr(optimizer, "step", None)) and hasattr(optimizer, "param_groups")):
-        raise OptionError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptionError(
-            f"{type(optimizer).__name__} asks for a closure, to compute the loss several times in one step, "
-            "which accumulation cannot do: use an optimizer that steps on one gradient"
+            f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, or a list of several"
         )
     _check_own_scaler(optimizer)
     held = {p for group in optimizer.param_groups for p in group["params"]}
@@ -56,6 +52,12 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def needs_closure(optimizer: Any) -> bool:
+    """Whether the optimizer cannot step without a closure that computes the loss, as LBFGS cannot."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def _check_own_scaler(optimizer: Any) -> None:
     """accelerate's optimizer (1.15) has a GradScaler, which would unscale a gradient that was never scaled."""
     scaler = getattr(optimizer, "scaler", None)
@@ -70,7 +72,7 @@ def _check_own_scaler(optimizer: Any) -> None:
 def check_scheduler(name: str, scheduler: Any) -> Any:
     if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
         what = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else f"a {type(scheduler).__name__}"
-        raise OptionError(f"{name} is {what}: pass one learning rate scheduler")
+        raise OptionError(f"{name} is {what}: pass one learning rate scheduler, or a list of several")
     if isinstance(scheduler, ReduceLROnPlateau):
         raise OptionError(
             "ReduceLROnPlateau wants a metric with every step: step it yourself where you have the metric"

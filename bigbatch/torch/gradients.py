@@ -1,4 +1,4 @@
-"""The gradients of what an optimizer holds: added up outside of .grad, then handed over as one gradient."""
+"""The gradients of what the optimizers hold: added up outside of .grad, then handed over as one gradient."""
 
 import functools
 import operator
@@ -15,6 +15,7 @@ from ..core.exclusive import Exclusive
 from . import hooks
 from .distributed.shards import is_sharded
 from .internals import ALONE, HOOKS_AFTER, HOOKS_BEFORE, RUN_ENGINE, STORAGE_USERS, VERSION
+from .optimizers import Optimizers
 from .sums import Sums, plain
 
 _LAYOUTS = (torch.strided, torch.sparse_coo)
@@ -25,22 +26,19 @@ _promoted = functools.cache(torch.promote_types)
 
 
 class Gradients:
-    """The gradients of one optimizer's parameters: their dtypes, their checks and their hooks.
+    """The gradients of the optimizers' parameters: their dtypes, their checks and their hooks.
 
     Args:
-        optimizer: The optimizer. Its groups may grow while it trains.
+        optimizers: The optimizers. Their groups may grow while they train.
         names: The names of the model's parameters, for error messages.
         dtype: Gradients add up in at least this dtype; float32 if None.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str], dtype: torch.dtype | None = None
-    ) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizers: Optimizers, names: dict[Tensor, str], dtype: torch.dtype | None = None) -> None:
+        self._optimizers = optimizers
         self.exclusive = Exclusive(self.parameters)
         self._names = names
         self._dtype = dtype or torch.float32
-        self._takes_wide: bool | None = None
         self._listed: Sequence[Any] = ()
         self._unmoved: list[Any] = []
         """Those of the parameters in `_listed` that stay where they are; shards may be moved."""
@@ -48,8 +46,8 @@ class Gradients:
         """The model, if DDP makes gradients views of the memory in which it reduces them."""
 
     def parameters(self) -> list[Any]:
-        """The parameters that the optimizer holds now."""
-        return list(chain.from_iterable(map(_PARAMS, self._optimizer.param_groups)))
+        """The parameters that the optimizers hold now."""
+        return list(chain.from_iterable(map(_PARAMS, self._optimizers.param_groups)))
 
     def name(self, parameter: Tensor) -> str:
         """What error messages call this parameter."""
@@ -65,10 +63,7 @@ class Gradients:
             self._listed = parameters
             self._unmoved = [p for p in parameters if type(p) is torch.nn.Parameter and not p.is_sparse]
         found = [*map(VERSION, parameters), *map(Tensor.data_ptr, self._unmoved)]
-        if self._optimizer.defaults.get("fused"):  # its steps leave no trace on parameters (torch 2.13)
-            steps = [state.get("step") for state in self._optimizer.state.values()]
-            found += [step._version for step in steps if isinstance(step, Tensor)]
-        return self.exclusive.num_changes() + found
+        return self.exclusive.num_changes() + found + self._optimizers.fused_steps()
 
     # --- dtypes ------------------------------------------------------------------------------------------
 
@@ -157,10 +152,10 @@ class Gradients:
             while sums:
                 p, g = sums.popitem()
                 if g.dtype != p.dtype:
-                    if keeps_dtype or self._optimizer_takes_wide(p, g.dtype):
+                    if keeps_dtype or self._optimizers.take_wide(p, g.dtype):
                         restore.append(_set_grad_dtype(p, g.dtype))
                     else:
-                        g = g.to(p.grad_dtype or p.dtype)
+                        g = _rounded(g, p)
                 p.grad = g
             yield
         finally:
@@ -168,10 +163,11 @@ class Gradients:
             for undo in restore:
                 undo()
 
-    def _optimizer_takes_wide(self, parameter: Tensor, dtype: torch.dtype) -> bool:
-        if self._takes_wide is None:
-            self._takes_wide = _takes_wide(self._optimizer, parameter, dtype)
-        return self._takes_wide
+    def leave(self, sums: Sums) -> None:
+        """Leaves the finished gradient in .grad, in the dtype that a backward pass would give it; empties `sums`."""
+        while sums:
+            p, g = sums.popitem()
+            p.grad = g if g.dtype == p.dtype else _rounded(g, p)
 
 
 class GradientBuffer:
@@ -360,6 +356,10 @@ def _not_zero(parameters: Sequence[Tensor]) -> list[Tensor]:
     return nonzero
 
 
+def _rounded(gradient: Tensor, parameter: Any) -> Tensor:
+    return gradient.to(parameter.grad_dtype or parameter.dtype)
+
+
 def _set_grad_dtype(parameter: Any, dtype: torch.dtype) -> Callable[[], None]:
     before = parameter.grad_dtype
     parameter.grad_dtype = dtype
@@ -368,25 +368,3 @@ def _set_grad_dtype(parameter: Any, dtype: torch.dtype) -> Callable[[], None]:
         parameter.grad_dtype = before
 
     return undo
-
-
-def _takes_wide(optimizer: torch.optim.Optimizer, parameter: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the optimizer steps on a gradient wider than its parameter, and keeps no wider state for it.
-
-    Tried on an optimizer of the same kind with one small parameter: SGD without momentum can, Adam in torch 2.13
-    cannot. Wider state would be narrowed by `optimizer.load_state_dict`.
-    """
-    for group in optimizer.param_groups:
-        trial: Any = torch.nn.Parameter(torch.zeros(2, 2, dtype=parameter.dtype, device=parameter.device))
-        trial.grad_dtype = dtype
-        trial.grad = torch.zeros(2, 2, dtype=dtype, device=parameter.device)
-        try:
-            twin: Any = type(optimizer)
-            twin = twin([trial], **{name: group[name] for name in optimizer.defaults})
-            twin.step()
-        except Exception:  # whatever a foreign optimizer raises means no
-            return False
-        state = twin.state[trial].values()
-        if any(isinstance(s, Tensor) and s.ndim and s.dtype != trial.dtype for s in state):
-            return False
-    return True

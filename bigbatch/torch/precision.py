@@ -1,6 +1,6 @@
 """Mixed precision: the dtype in which the loss is computed, and the GradScaler."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -48,16 +48,19 @@ class Precision:
         """What the GradScaler multiplies losses by, as a tensor that is not waited for."""
         return None if self.scaler is None else self.scaler.scale(torch.ones((), device=self.device))
 
-    def unscale(self, optimizer: torch.optim.Optimizer, sums: Sums) -> None:
+    def unscale(self, optimizers: Iterable[torch.optim.Optimizer], sums: Sums) -> None:
         """Divides the finished gradient by that scale."""
         assert self.scaler is not None
+        self.forget(optimizers)  # a `backward` that no `scaler.update()` followed
         for parameter, gradient in sums.items():
             parameter.grad = gradient
-        self.scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            self.scaler.unscale_(optimizer)
         for parameter in sums:
             parameter.grad = None
 
-    def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """After an error in the middle of a step."""
+    def forget(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Lets the next gradient be unscaled anew, after an error in the middle of a step."""
         if self.scaler is not None:
-            forget_unscaling(self.scaler, optimizer)
+            for optimizer in optimizers:
+                forget_unscaling(self.scaler, optimizer)

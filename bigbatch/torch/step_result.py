@@ -1,7 +1,7 @@
 """The result of a step, now or once the device has finished it; and which optimizers can skip a step by themselves."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +53,7 @@ class PendingResult:
         return math.isfinite(self.norm())
 
 
-def can_be_skipped_on_device(optimizer: Any, parameters: Iterable[Tensor]) -> bool:
+def can_be_skipped_on_device(optimizer: Any, parameters: Collection[Tensor]) -> bool:
     """Whether the optimizer itself skips a step if a tensor on the device says so.
 
     Torch's fused optimizers do, for GradScaler. Their hooks would still be called.
@@ -67,9 +67,10 @@ def can_be_skipped_on_device(optimizer: Any, parameters: Iterable[Tensor]) -> bo
     )
 
 
-def _lacks_momentum(optimizer: Any, parameters: Iterable[Tensor]) -> bool:
+def _lacks_momentum(optimizer: Any, parameters: Collection[Tensor]) -> bool:
     """Whether this step creates the momentum of fused SGD: skipped, that is uninitialised memory (torch 2.13)."""
     if type(optimizer) is not torch.optim.SGD or not any(group["momentum"] for group in optimizer.param_groups):
         return False
     state = optimizer.state
-    return any(p not in state or state[p].get("momentum_buffer") is None for p in parameters)
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if p in parameters]
+    return any(p not in state or state[p].get("momentum_buffer") is None for p in stepped)

@@ -1,6 +1,6 @@
 """The whole training loop in one call."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from .backward import Loss
 def train_with_accumulation(
     model: nn.Module,
     data: Iterable[Any],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     loss: Loss,
     accumulation_steps: AccumulationSteps | None = None,
     epochs: int = 1,
@@ -42,7 +42,7 @@ def train_with_accumulation(
     Args:
         model: The model, already on its device.
         data: Micro-batches or batches, the same ones each time it is iterated: a list or a DataLoader, not a generator.
-        optimizer: An optimizer that holds the model's parameters.
+        optimizer: An optimizer that holds the model's parameters, or a list of several.
         loss: `loss(model, micro_batch)` returns the mean over the micro-batch.
         accumulation_steps: The number of micro-batches in a window, or a function of the step number.
         epochs: Number of passes over the data.

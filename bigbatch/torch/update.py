@@ -3,30 +3,28 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..core.errors import GradientError, LossError, OrderError
 from ..core.nonfinite import NonFinite, place_in, place_of
 from ..core.options import Option, check_clip
 from ..core.step import Step
 from ..core.weight import Reduction, Terms, from_terms, has_weight
-from .capture.optimizer import CapturedOptimizer
-from .checks import check_scheduler
 from .distributed.ranks import Ranks
 from .distributed.totals import Totals
 from .gradients import Gradients, clear
+from .optimizers import Optimizers, as_tuple, check_schedulers
 from .precision import Precision
-from .step_result import PendingResult, StepResult, can_be_skipped_on_device
+from .step_result import PendingResult, StepResult
 from .sums import Sums
 
 Losses = Callable[[], Terms]
+_NOTHING_DONE = StepResult(0.0, is_applied=False)
 
 
 class Update:
-    """Makes one step of the optimizer out of the finished gradient; the same on all ranks.
+    """Makes one step of the optimizers out of the finished gradient; the same on all ranks.
 
         step = update(sums, losses, totals, micro_batch_size)
 
@@ -40,14 +38,17 @@ class Update:
             optimizer.step()
             scheduler.step()
         scaler.update()
+
+    and `update.without_step(…)` for the same without the optimizer, the schedule and `scaler.update()`: the gradient
+    is left in .grad. If there are several optimizers and schedules, each has its turn.
     """
 
     clip_norm, clip_value = Option(check_clip), Option(check_clip)
-    scheduler = Option(check_scheduler)
+    scheduler = Option(check_schedulers)
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Optimizers,
         gradients: Gradients,
         precision: Precision,
         ranks: Ranks,
@@ -56,8 +57,7 @@ class Update:
     ) -> None:
         self.clip_norm = self.clip_value = self.scheduler = None
         self.num_steps = 0
-        self.captured_optimizer: CapturedOptimizer | None = None
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._gradients = gradients
         self._precision = precision
         self._scaler = precision.scaler
@@ -66,20 +66,23 @@ class Update:
         self._reduction: Reduction = reduction
         self._pending: PendingResult | None = None
         """The result of the last step, if it is not known yet."""
-        self._is_skipped: Tensor | None = None
 
     def __call__(self, sums: Sums, losses: Losses, totals: Totals, micro_batch_size: int | None = None) -> Step:
         """Applies the gradient and returns what was done."""
-        loss_terms: Terms | None = None  # only if the step depends on them; otherwise the host need not wait
-        result: StepResult | PendingResult
-        weight = from_terms(totals.total)
-        if not has_weight(totals.total, totals.num_micro_batches, self._reduction):
-            loss_terms = tuple(0.0 for _ in totals.total)
-            result = StepResult(0.0, is_applied=False)
-        else:
-            if self._nonfinite.needs_finite_loss:
-                loss_terms = losses()
-            result = self._finish(sums, loss_terms, totals.num_hooks)
+        terms = self._known_terms(losses, totals)
+        result: StepResult | PendingResult = _NOTHING_DONE
+        if self._has_weight(totals):
+            with self._starting_over_if_it_fails():
+                self._prepare(sums, totals.num_hooks)
+                if terms is None and self._need_not_wait(sums):
+                    result = self._apply_on_device(sums)
+                else:
+                    result = self._check_and_clip(sums, terms)
+                    if result.is_applied:
+                        self._apply(sums)
+                        self._nonfinite.applied()
+                    if self._scaler is not None:
+                        self._scaler.update()
         self.num_steps += 1
         if isinstance(result, PendingResult):
             try:
@@ -87,12 +90,35 @@ class Update:
             finally:
                 self._pending = result
         elif self.scheduler is not None and result.is_applied:
-            self.scheduler.step()
+            for scheduler in as_tuple(self.scheduler):
+                scheduler.step()
         if self._pending is None:  # else the next step does it
             self._nonfinite.check(self.num_steps)
+        return self._step(result, losses if terms is None else terms, totals, micro_batch_size)
+
+    def without_step(self, sums: Sums, losses: Losses, totals: Totals, micro_batch_size: int | None = None) -> Step:
+        """Leaves the gradient in .grad if it is finite, for the user to go on with; else .grad stays None."""
+        self.settle()  # what an earlier step has to say comes first
+        terms = self._known_terms(losses, totals)
+        result = _NOTHING_DONE
+        if self._has_weight(totals):
+            with self._starting_over_if_it_fails():
+                self._prepare(sums, totals.num_hooks)
+                result = self._check_and_clip(sums, terms, is_step=False)
+                if result.is_applied:
+                    self._gradients.leave(sums)
+                    self._nonfinite.applied()
+        self._nonfinite.check(self.num_steps + 1)
+        return self._step(
+            result._replace(is_applied=False), losses if terms is None else terms, totals, micro_batch_size
+        )
+
+    def _step(
+        self, result: StepResult | PendingResult, terms: Losses | Terms, totals: Totals, micro_batch_size: int | None
+    ) -> Step:
         return Step(
-            terms=losses if loss_terms is None else loss_terms,
-            weight=weight,
+            terms=terms,
+            weight=from_terms(totals.total),
             grad_norm=result.norm,
             num_micro_batches=totals.num_micro_batches,
             micro_batch_size=micro_batch_size,
@@ -100,9 +126,18 @@ class Update:
             reduction=self._reduction,
         )
 
+    def _has_weight(self, totals: Totals) -> bool:
+        return has_weight(totals.total, totals.num_micro_batches, self._reduction)
+
+    def _known_terms(self, losses: Losses, totals: Totals) -> Terms | None:
+        """The loss if there is none, or if the step depends on it; else None, so that the host need not wait."""
+        if not self._has_weight(totals):
+            return tuple(0.0 for _ in totals.total)
+        return losses() if self._nonfinite.needs_finite_loss else None
+
     def check_not_held_back(self) -> None:
         """Raises OrderError inside of accelerate's `accumulate()`, where optimizers do nothing (1.15)."""
-        for one in (self._optimizer, self.scheduler):
+        for one in (*self._optimizers.all, *as_tuple(self.scheduler)):
             state = getattr(one, "gradient_state", None)
             if state is not None and not getattr(state, "sync_gradients", True):
                 raise OrderError(
@@ -111,12 +146,21 @@ class Update:
                     "accumulate() out, and make the Accelerator with gradient_accumulation_steps=1"
                 )
 
-    def _finish(self, sums: Sums, loss_terms: Terms | None, num_hooks: tuple[int, ...]) -> StepResult | PendingResult:
-        """Brings the finished gradient to the parameters if it is finite.
+    @contextmanager
+    def _starting_over_if_it_fails(self) -> Iterator[None]:
+        """After an error inside, nothing is left of this gradient."""
+        try:
+            yield
+        except BaseException:
+            self._precision.forget(self._optimizers.all)
+            clear(self._gradients.parameters())
+            raise
+
+    def _prepare(self, sums: Sums, num_hooks: tuple[int, ...]) -> None:
+        """Unscales the gradient and runs the hooks of parameters.
 
         Args:
             sums: The gradient of the whole batch.
-            loss_terms: The loss, which must be finite too; None if only the gradient decides.
             num_hooks: How many hooks the parameters have on each rank.
         """
         if not sums:
@@ -124,39 +168,35 @@ class Update:
                 "the loss reached none of the optimizer's parameters: "
                 "compute it with the model whose parameters the optimizer holds"
             )
-        try:
-            if self._scaler is not None:
-                self._precision.unscale(self._optimizer, sums)
-                self._ranks.agree_on_overflow(self._scaler, self._optimizer)
-            self._run_hooks(sums, num_hooks)
-            if loss_terms is None and self._need_not_wait(sums):
-                return self._finish_on_device(sums)
-            norm = sums.norm()
-            place, is_overflow = None, False
-            if not math.isfinite(norm) or loss_terms is not None:
-                place, is_overflow = self._place_not_finite(norm, sums, loss_terms)
-            if place is None:
-                sums.clip(norm, self.clip_norm, self.clip_value)
-                self._apply(sums)
-                self._nonfinite.applied()
-            else:
-                self._nonfinite.skipped(self.num_steps + 1, place, is_overflow=is_overflow)
-            if self._scaler is not None:
-                self._scaler.update()
-            return StepResult(norm, is_applied=place is None)
-        except BaseException:
-            self._precision.forget(self._optimizer)
-            clear(self._gradients.parameters())
-            raise
+        if self._scaler is not None:
+            self._precision.unscale(self._optimizers.all, sums)
+            for optimizer in self._optimizers.all:
+                self._ranks.agree_on_overflow(self._scaler, optimizer)
+        self._run_hooks(sums, num_hooks)
+
+    def _check_and_clip(self, sums: Sums, loss_terms: Terms | None, *, is_step: bool = True) -> StepResult:
+        """Returns the norm, and whether the gradient may be applied, clipped now; reports one that is not finite.
+
+        Args:
+            sums: The gradient of the whole batch.
+            loss_terms: The loss, which must be finite too; None if only the gradient decides.
+            is_step: Whether a step is skipped if the gradient is not finite.
+        """
+        norm = sums.norm()
+        place, is_overflow = None, False
+        if not math.isfinite(norm) or loss_terms is not None:
+            place, is_overflow = self._place_not_finite(norm, sums, loss_terms)
+        if place is None:
+            sums.clip(norm, self.clip_norm, self.clip_value)
+        else:
+            self._nonfinite.skipped(self.num_steps + 1, place, is_overflow=is_overflow, is_step=is_step)
+        return StepResult(norm, is_applied=place is None)
 
     def _apply(self, sums: Sums) -> None:
-        """Steps the optimizer."""
+        """Steps the optimizers."""
         self._gradients.exclusive.changed()
         with self._gradients.handed_over(sums):
-            if self._scaler is not None:
-                self._scaler.step(self._optimizer)
-            elif self.captured_optimizer is None or not self.captured_optimizer.step():
-                self._optimizer.step()
+            self._optimizers.step(self._scaler)
 
     def _run_hooks(self, sums: Sums, num_hooks: tuple[int, ...]) -> None:
         """Runs the hooks of parameters, unless the gradient overflowed: then the GradScaler skips the step anyway.
@@ -191,10 +231,10 @@ class Update:
             and self._scaler is None
             and not self._ranks.is_sharded
             and len({p.get_device() for p in sums}) == 1
-            and can_be_skipped_on_device(self._optimizer, sums)
+            and self._optimizers.can_be_skipped_on_device(sums)
         )
 
-    def _finish_on_device(self, sums: Sums) -> PendingResult:
+    def _apply_on_device(self, sums: Sums) -> PendingResult:
         """Has the device check whether the gradient is finite, and skip the step if it is not.
 
         The host does not wait, so it may be a window ahead.
@@ -208,21 +248,9 @@ class Update:
             self._nonfinite.skipped(number, place, is_overflow=False)
 
         pending = PendingResult(norms, total, if_applied=self._nonfinite.applied, if_skipped=skipped)
-        with self._skipping(~torch.isfinite(total)):
+        with self._optimizers.skipping(~torch.isfinite(total)):
             self._apply(sums)
         return pending
-
-    @contextmanager
-    def _skipping(self, is_skipped: Tensor) -> Iterator[None]:
-        """Inside, the optimizer skips its step if this number on the device says so."""
-        optimizer: Any = self._optimizer
-        if self._is_skipped is None:
-            self._is_skipped = torch.zeros((), device=is_skipped.device)
-        optimizer.grad_scale, optimizer.found_inf = None, self._is_skipped.copy_(is_skipped)
-        try:
-            yield
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
 
     def settle(self) -> None:
         """Waits until it is known whether the last step was applied."""

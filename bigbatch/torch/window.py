@@ -176,11 +176,11 @@ class PartialWindow:
     batch_norm: dict[str, list[Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of_step(cls, cut: Cut, aux: WindowAux | None = None) -> "PartialWindow":
-        """One whose micro-batches are all known."""
+    def of_step(cls, cut: Cut, aux: WindowAux | None = None, *, is_of_step: bool = True) -> "PartialWindow":
+        """One whose micro-batches are all known: of `step()`, or of `backward()`, which is not interrupted."""
         weights = Weights(cut.reduction)
         weights.weights = cut.weights
-        return cls(weights, [Sums()], aux=aux, is_of_step=True)
+        return cls(weights, [Sums()], aux=aux, is_of_step=is_of_step)
 
     def __len__(self) -> int:
         return len(self.weights.weights)
@@ -231,7 +231,7 @@ class PartialWindow:
     def refuse(self, call: str) -> OrderError:
         """The error if this call cannot continue this window."""
         if not self.is_of_step:
-            return OrderError(f"a window of {len(self)} micro-batches is open: call flush() before step()")
+            return OrderError(f"a window of {len(self)} micro-batches is open: call flush() before {call}")
         return OrderError(
             f"{call} was called after a step that was interrupted with {len(self.losses)} micro-batches "
             "done: call step() with the same batch to end it, or forget() to drop it"
@@ -334,9 +334,9 @@ class MicroBatch:
                 else:
                     micro.skip()
 
-        The window still gets its `accumulation_steps` micro-batches. Random numbers that were drawn stay drawn. With
-        DistributedDataParallel each rank may skip its own; with fully_shard none can, since all ranks run each
-        micro-batch together.
+        The window still gets its `accumulation_steps` micro-batches. Random numbers that were drawn stay drawn;
+        running statistics of BatchNorm leave it out, unless `batch_norm="micro_batch"`. With DistributedDataParallel
+        each rank may skip its own; with fully_shard none can, since all ranks run each micro-batch together.
         """
         if self.is_over:
             raise OrderError("micro.skip was called after its block: call it in the block")

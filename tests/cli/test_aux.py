@@ -29,6 +29,7 @@ JAX = "\nlogits_of = logits\n" + JAX
 
 def tasks() -> list[Any]:
     return [
+        pytest.param(lambda folder: write_task(folder, TORCH), id="torch"),
         pytest.param(lambda folder: write(folder, JAX, start=EVEN), id="jax"),
     ]
 
@@ -72,6 +73,7 @@ def test_a_resumed_run_keeps_them(tmp_path: Path, make: Any) -> None:
     ("code", "told"),
     [
         ("\nhas_aux = 1\n", "has_aux of tiny is 1: make it True if the loss returns (loss, aux)"),
+        ("\nhas_aux = True\n", "with has_aux=True the loss must return"),
     ],
 )
 def test_a_task_that_cannot_have_aux_says_why(tmp_path: Path, code: str, told: str) -> None:

@@ -113,7 +113,7 @@ def test_batch_norm_is_named(framework: str) -> None:
     assert any("ormali" in cause for cause in found["causes"])
 
 
-@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("number", [0, 1, 2])
 def test_tasks_in_the_documentation(number: int, tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
     tasks = re.findall("```python\n(.*?)```", text, re.DOTALL)

@@ -121,6 +121,24 @@ def test_clipping_reaches_the_optimizer(tmp_path: Path) -> None:
     assert max(np.abs(clipped[name] - free[name]).max() for name in free) > 1e-3
 
 
+TWO_OPTIMIZERS = """
+def optimizer(model, lr):
+    weights, biases = ([p for p in model.parameters() if (p.ndim == 2) == is_weight] for is_weight in (True, False))
+    return [torch.optim.Muon(weights, lr), torch.optim.AdamW(biases, lr / 10)]
+"""
+
+
+def test_a_task_with_two_optimizers_is_resumed(tmp_path: Path) -> None:
+    task, options = write_task(tmp_path, TWO_OPTIMIZERS, dropout=0.3), ["--no-compare", "--warmup-steps", 6]
+    train(task, tmp_path / "whole", *options, "--steps", 7)
+    train(task, tmp_path / "parts", *options, "--steps", 5)
+    done = run("train", task, "--resume", tmp_path / "parts", "--steps", 7)
+    assert done.returncode == 0, done.stderr
+    assert history_of(tmp_path / "parts") == history_of(tmp_path / "whole")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("parts", "whole"))
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_a_second_run_does_not_touch_the_first(finished: tuple[Path, str]) -> None:
     out, _ = finished
     before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -414,7 +413,7 @@ def test_a_compiled_model(rank: int, size: int, wrap: str) -> None:
 def test_sums_wider_than_the_model_can_reduce(wrap: str) -> None:
     model, how = wrapped(nn.Linear(3, 1), wrap)
     with pytest.raises(OptionError, match=r"torch.float64: leave accumulate_dtype"):
-        Accumulator(model, sgd(model), F.mse_loss, 2, accumulate_dtype=torch.float64, **how)
+        Accumulator(model, sgd(model), micro_batch_size=2, accumulate_dtype=torch.float64, **how)
 
 
 # --- micro-batches that are left out ---------------------------------------------------------------------

@@ -451,7 +451,6 @@ def test_bad_batches_change_nothing(batch: Any, message: str) -> None:
         ({"clip_value": float("nan")}, "clip_value is nan"),
         ({"accumulate_dtype": torch.bfloat16}, "narrower than torch.float32"),
         ({"accumulate_dtype": torch.int64}, "torch.int64"),
-        ({"optimizer": "LBFGS"}, "LBFGS asks for a closure"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:

@@ -22,6 +22,8 @@ from bigbatch import BigBatchWarning, History, Interrupted, OptionError, OrderEr
 from bigbatch.core.checkpoint.store import Store
 from bigbatch.torch import Accumulator, Checkpoints
 
+from .training import muon_and_adamw
+
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 54, 16, 3
 NUM_BATCHES = -(-NUM_SAMPLES // BATCH_SIZE) * EPOCHS
 
@@ -57,6 +59,9 @@ class Loop:
             model = model.double()
             optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        if kind == "two optimizers":
+            optimizer = muon_and_adamw(model)
+            scheduler = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in optimizer]
         options: dict[str, Any] = {"scheduler": scheduler, "clip_norm": 1.0}
         if kind == "fp16":
             options["precision"] = "fp16"
@@ -112,6 +117,7 @@ def quiet() -> Any:
 
 
 KINDS = ["", "momentum", "nadam", "bf16", "fp16", "generator", "sampler", "batch sampler", "micro-batches"]
+KINDS += ["two optimizers"]
 
 
 EVERYWHERE = pytest.param(range(NUM_BATCHES + 1), marks=pytest.mark.slow)
@@ -402,6 +408,29 @@ def test_another_schedule_or_order_changes_nothing(tmp_path: Path) -> None:
     text = refused(*trained(is_reversed=True))
     assert "the optimizer holds 1.weight where it held 0.weight when the checkpoint was saved" in text
     with Checkpoints(tmp_path, trained()[1]) as checkpoints:
+        assert checkpoints.restore()
+
+
+def test_other_optimizers_change_nothing(tmp_path: Path) -> None:
+    def trained(*groups: int) -> Accumulator:
+        """Two layers, whose parameters the optimizers with these numbers hold."""
+        model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False))
+        held = [[p for p, at in zip(model.parameters(), groups, strict=True) if at == one] for one in sorted({*groups})]
+        optimizers = [torch.optim.AdamW(parameters) for parameters in held]
+        return Accumulator(model, optimizers, loss, 5, scheduler=[])
+
+    with Checkpoints(tmp_path, trained(0, 1)) as checkpoints:
+        checkpoints.save(wait=True)
+    for groups, message in (
+        ((1, 0), "the optimizer holds 1.weight where it held 0.weight"),
+        ((0, 0), "the checkpoint has accumulator, model, optimizer, optimizer 2 but this run accumulator, model, opt"),
+    ):
+        accumulator = trained(*groups)
+        before = torch.nn.utils.parameters_to_vector(accumulator.model.parameters())
+        with Checkpoints(tmp_path, accumulator) as checkpoints, pytest.raises(StateError, match=message):
+            checkpoints.restore()
+        assert torch.equal(before, torch.nn.utils.parameters_to_vector(accumulator.model.parameters()))
+    with Checkpoints(tmp_path, trained(0, 1)) as checkpoints:
         assert checkpoints.restore()
 
 

@@ -147,7 +147,7 @@ MARKED = ("adamw, foreach", "adamw, fused", "rmsprop")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_optimizer_is_captured_too(name: str) -> None:
     _, ours = side_by_side(optimizer=OPTIMIZERS[name], steps=8, clip_norm=0.1)
-    assert ours._update.captured_optimizer._graph is not None
+    assert ours._optimizers._captured[0]._graph is not None
     assert bool(ours.optimizer.param_groups[0].get("capturable")) == (name in MARKED)
 
 
@@ -167,13 +167,13 @@ def test_a_schedule_moves_a_captured_optimizer(place: str | None) -> None:
             accumulator.step(data())
         made.append(accumulator)
     same(made[1].model, made[0].model, 1e-6)
-    assert (made[1]._update.captured_optimizer._graph is not None) == (place == "cuda")
+    assert (made[1]._optimizers._captured[0]._graph is not None) == (place == "cuda")
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_uncapturable_optimizer_runs_eagerly(kind: Any) -> None:
     _, ours = side_by_side(optimizer=lambda m: kind(m.parameters(), lr=1e-2), steps=6)
-    assert ours._update.captured_optimizer._graph is None
+    assert ours._optimizers._captured[0]._graph is None
 
 
 def test_restored_optimizer_is_recorded_again() -> None:

@@ -71,15 +71,15 @@ def test_host_does_not_wait_within_a_window() -> None:
     batch = data()
     for _ in range(2):
         accumulator.step(batch)
-    end = accumulator._update._finish
+    end = accumulator._update._prepare
     seen = []
 
-    def finish(sums: Any, *more: Any) -> Any:
+    def prepare(sums: Any, *more: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
         seen.append(len(sums))
         return end(sums, *more)
 
-    accumulator._update._finish = finish  # type: ignore[method-assign]
+    accumulator._update._prepare = prepare  # type: ignore[method-assign]
     try:
         torch.cuda.set_sync_debug_mode("error")
         accumulator.step(batch)

@@ -58,7 +58,7 @@ def trained(
     model = make_model()
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, size, capture=capture)
     if accumulator._captured is not None:
-        accumulator._update.captured_optimizer = None
+        accumulator._optimizers._captured = [None]
     torch.manual_seed(3)
     for step in range(6):
         between(accumulator, step)

@@ -1,5 +1,6 @@
 """`micro.skip()`: a micro-batch that is left out of its window."""
 
+import copy
 from collections.abc import Iterable
 
 import pytest
@@ -102,6 +103,34 @@ def test_random_numbers_that_were_drawn_stay_drawn() -> None:
     second = torch.rand(())
     torch.manual_seed(3)
     assert torch.equal(torch.rand(2), torch.stack([first, second]))
+
+
+@pytest.mark.filterwarnings("ignore::bigbatch.BigBatchWarning")
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_running_statistics_leave_it_out(place: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
+    x, y = torch.randn(9, 6, dtype=torch.float64), torch.randint(0, 4, (9,))
+    found = []
+    for skips in (False, True):
+        model = copy.deepcopy(plain)
+        accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=100)
+
+        def skip(accumulator: Accumulator = accumulator) -> None:
+            with accumulator.micro_batch(weight=3) as micro:
+                accumulator.model(100 * x)
+                micro.skip()
+
+        for number, (a, b) in enumerate(zip(x.split(3), y.split(3), strict=True)):
+            if skips and place == number:
+                skip()
+            with accumulator.micro_batch(weight=3) as micro:
+                micro.backward(nn.functional.cross_entropy(model(a), b))
+        if skips and place == 3:
+            skip()
+        accumulator.flush()
+        found.append(model[0].running_var)
+    assert torch.equal(*found)
 
 
 def test_after_backward_it_is_refused() -> None:

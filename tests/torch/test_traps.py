@@ -280,7 +280,7 @@ def test_ddp_inside_another_module_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"weight": 3}, "weight is 3"), ({"loss": "x"}, "loss is 'x'"), ({"scheduler": [1]}, "scheduler is a list")],
+    [({"weight": 3}, "weight is 3"), ({"loss": "x"}, "loss is 'x'"), ({"scheduler": [1]}, r"scheduler\[0\] is a int")],
 )
 def test_more_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):

@@ -17,7 +17,7 @@ from tests.problems import IGNORED, VOCABULARY, Problem
 
 WAYS = ("batch", "window", "micro_batch")
 Batch = dict[str, Tensor]
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+MakeOptimizer = Callable[[nn.Module], Any]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -26,6 +26,13 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices and AdamW for the rest, as its users do."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.1), torch.optim.AdamW(others, lr=1e-2)]
 
 
 def warm_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -108,7 +115,7 @@ class Run:
     def full(self) -> "Run":
         """Trains on the plain full batch, without bigbatch."""
         for batch in make_batches(self.problem, device=self.device) * self.epochs:
-            self.optimizer.zero_grad()
+            self.model.zero_grad()
             loss = self.loss(self.model, batch)
             loss = sum(loss) if isinstance(loss, tuple) else loss
             loss.backward()
@@ -119,7 +126,7 @@ class Run:
     def naive(self) -> "Run":
         """Trains with the usual loop, which divides by the number of micro-batches."""
         for batch in make_batches(self.problem, device=self.device) * self.epochs:
-            self.optimizer.zero_grad()
+            self.model.zero_grad()
             micro_batches, _ = nest.cut(batch, self.problem.micro_batch_size)
             for micro_batch in micro_batches:
                 loss = self.loss(self.model, micro_batch)
@@ -147,7 +154,7 @@ class Run:
         accumulator = self._accumulator(accumulation_steps=self.problem.accumulation_steps)
         weigh = make_weight(self.problem) or (lambda micro_batch: len(micro_batch["y"]))
         for micro_batch in nest.cut(batch, self.problem.micro_batch_size)[0]:
-            self.optimizer.zero_grad()  # harmless and common
+            self.model.zero_grad()  # harmless and common
             with accumulator.micro_batch(weight=weigh(micro_batch)) as micro:
                 micro.backward(self.loss(self.model, micro_batch))
         step = micro.step or accumulator.flush()
@@ -170,13 +177,17 @@ class Run:
     def _step_plainly(self) -> None:
         if self.options["clip_norm"] is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.options["clip_norm"])
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        for one in (*several(self.optimizer), *several(self.scheduler)):
+            one.step()
 
     @property
     def update(self) -> Tensor:
         return flat(self.model) - self.before
+
+
+def several(given: Any) -> list[Any]:
+    """An optimizer or a scheduler, a list of them, or None, as a list."""
+    return [] if given is None else given if isinstance(given, list) else [given]
 
 
 def flat(model: nn.Module) -> Tensor:

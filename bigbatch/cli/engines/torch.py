@@ -17,7 +17,7 @@ from ...core.weight import as_terms
 from ...torch import Accumulator
 from ...torch import batch as nest
 from ...torch.arrays import from_array, to_array
-from ...torch.checkpoints import load_state, state_of
+from ...torch.checkpoints import load_state, parts_of, state_of
 from ..config import Config
 from ..errors import TaskError
 from ..run import randomness
@@ -42,34 +42,40 @@ class TorchEngine(Engine):
             self.model = task.model()
         check_kind(task, self.model, nn.Module)
         self.model.to(self._device)
-        self.optimizer = self._make_optimizer(config.scaled_lr)
-        self._lrs = [group["lr"] / config.scaled_lr for group in self.optimizer.param_groups]
+        self._optimizers = self._make_optimizers(config.scaled_lr)
+        self._lrs = [group["lr"] / config.scaled_lr for group in self._groups()]
         self.micro_batch_size = config.micro_batch_size
         self.accumulator = Accumulator(
             ranks.wrap(self.model),
-            self.optimizer,
+            self._optimizers,
             task.loss,
             micro_batch_size=config.micro_batch_size,
             weight=task.weight,
             **task.aux_options(),
             **config.for_framework(),
         )
-        self._parts = {"model": self.model, "optimizer": self.optimizer, "accumulator": self.accumulator}
+        self._parts = {**parts_of(self.accumulator), "model": self.model}
         self._peak: HostPeak | None = None
 
-    def _make_optimizer(self, lr: float) -> torch.optim.Optimizer:
+    def _make_optimizers(self, lr: float) -> list[torch.optim.Optimizer]:
         if self.task.optimizer is None:
-            return torch.optim.AdamW(self.model.parameters(), lr, eps=EPSILON)
+            return [torch.optim.AdamW(self.model.parameters(), lr, eps=EPSILON)]
         with task_errors():
-            optimizer = call_with(self.task.optimizer, {"model": self.model, "lr": lr})
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TaskError(
-                f"optimizer() of {self.task.name} returned a {type(optimizer).__name__}: return a torch.optim.Optimizer"
-            )
-        if "lr" not in inspect.signature(self.task.optimizer).parameters:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-        return optimizer
+            made = call_with(self.task.optimizer, {"model": self.model, "lr": lr})
+        optimizers = list(made) if isinstance(made, list | tuple) else [made]
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise TaskError(
+                    f"optimizer() of {self.task.name} returned a {type(optimizer).__name__}: return a "
+                    "torch.optim.Optimizer, or a list of several"
+                )
+            if "lr" not in inspect.signature(self.task.optimizer).parameters:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+        return optimizers
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def step(self, batch: Any) -> Step:
         batch = self._on_device(self.ranks.own_part(default_convert(batch)))
@@ -94,7 +100,7 @@ class TorchEngine(Engine):
 
     def set_lr(self, lr: float) -> None:
         """Sets the rate; groups with different rates keep their ratios."""
-        for group, ratio in zip(self.optimizer.param_groups, self._lrs, strict=True):
+        for group, ratio in zip(self._groups(), self._lrs, strict=True):
             group["lr"] = lr * ratio
 
     def num_samples(self, batch: Any) -> int:
