@@ -98,7 +98,7 @@ def auxes(capture: Any, loss: Any = with_aux, **options: Any) -> tuple[list[Any]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulator = Accumulator(model, optimizer, loss, 4, capture=capture, has_aux=True, **options)
     if accumulator._captured is not None:
-        accumulator._update.captured_optimizer = None
+        accumulator._optimizers._captured = [None]
     torch.manual_seed(3)
     steps = [accumulator.step(data(13 - step % 2)) for step in range(6)]
     return [step.aux for step in steps], getattr(accumulator._captured, "num_replays", 0)
@@ -156,3 +156,25 @@ def test_a_wrong_replay_leaves_nothing_behind(size: int, monkeypatch: pytest.Mon
 def test_random_numbers_of_the_host_are_refused() -> None:
     with pytest.raises(CaptureError, match="random numbers on the host"):
         trained(True, loss=lambda model, batch: loss(model, batch) * random.random())
+
+
+@pytest.mark.filterwarnings("ignore::bigbatch.BigBatchWarning")
+@pytest.mark.parametrize("mode", ["batch", "micro_batch", "frozen"])
+def test_rehearsals_do_not_count_for_batch_norm(mode: Any) -> None:
+    models = []
+    for captures in (False, True):
+        torch.manual_seed(0)
+        norms = nn.BatchNorm1d(8), nn.BatchNorm1d(16, momentum=0.3)
+        for norm in norms:
+            norm.num_batches_tracked = None  # on the host, a graph would have recorded the number
+        model = nn.Sequential(norms[0], nn.Linear(8, 16), norms[1], nn.Tanh(), norms[1], nn.Linear(16, 4)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accumulator = Accumulator(model, optimizer, loss, 4, capture=captures, batch_norm=mode)
+        if accumulator._captured is not None:
+            accumulator._optimizers._captured = [None]
+        for size in (13, 13, 12, 13):
+            accumulator.step(data(size))
+        assert not captures or accumulator._captured.num_replays > 0
+        models.append(model)
+    for (name, ours), theirs in zip(models[1].state_dict().items(), models[0].state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14, msg=name)
