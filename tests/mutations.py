@@ -136,6 +136,18 @@ torch: the schedule steps on a skipped step | torch/update.py | test-torch
 torch: a saved window loses the unit of its sums | torch/state.py | test-torch
 - sums.unit = unit
 + sums.unit = 1.0
+torch: aux is a mean over micro-batches | torch/auxiliary.py | test-torch
+- by = [share(weight[0], total[0]) for weight in weights]
++ by = [1 / len(weights) for weight in weights]
+torch: rows of micro-batches without weight are missing in aux | torch/window.py | test-torch
+- if reduction == "sum" or any(weight) or runs_all
++ if reduction == "sum" or any(weight)
+torch: aux is in memory that a replay overwrites | torch/auxiliary.py | test-torch
+- return leaf.detach().clone()
++ return leaf.detach()
+torch: an interrupted step forgets its aux | torch/state.py | test-torch
+- aux.load_state_dict(saved_aux, len(state["losses"]))
++ aux.load_state_dict({**saved_aux, "values": saved_aux["values"][:0]}, 0)
 ranks: the world size is 1 | torch/distributed/ranks.py | test-ranks
 - self.divisor = float(self.size)
 + self.divisor = 1.0
@@ -235,7 +247,7 @@ keras: JAX divides by the number of micro-batches | keras/backends/jax.py | test
 - sample_share = loss.share(jnp.asarray(checks.batch_size(micro_batch), dtype), size)
 + sample_share = jnp.asarray(1 / -(-size // self.step.micro_batch_size), dtype)
 keras: torch does not zero gradients between steps | keras/backends/torch.py | test-keras-torch
-- model.zero_grad()
+- self.step.model.zero_grad()
 -         self._wide: dict[int, Tensor] = {}
 + pass
 +         self._wide: dict[int, Tensor] = {}

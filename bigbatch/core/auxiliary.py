@@ -21,11 +21,11 @@ from .errors import LossError, OptionError
 from .options import check_choice
 from .weight import counted, is_number
 
-WAYS = ("auto", "mean", "sum", "concatenate")
+_WAYS = ("auto", "mean", "sum", "concatenate")
 Path = tuple[Any, ...]
 """Where a leaf is in aux: the keys, numbers and field names that lead to it."""
 Way = str | Callable[..., Any]
-"""One of WAYS; "keep" for None, which stays None; or a function of the values and the weights."""
+"""One of the words of the option; "keep" for None, which stays None; or a function of the values and the weights."""
 
 
 class Kind(NamedTuple):
@@ -51,7 +51,7 @@ def check_aux(name: str, words: Any, *, has_aux: bool = True) -> Any:
         raise OptionError(f"{name}={words!r} says how to combine what the loss does not return: pass has_aux=True too")
     for word in flattened(words).values():
         if not callable(word):
-            check_choice(name, word, WAYS)
+            check_choice(name, word, _WAYS)
     return words
 
 

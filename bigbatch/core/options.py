@@ -9,7 +9,7 @@ same checks, so that an option means the same everywhere.
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -137,7 +137,7 @@ def _called(criterion: str, module: str) -> str:
     return f"{criterion}{'()' * criterion[0].isupper()}(batch[1], model(batch[0], training=True))"
 
 
-def check_known(unknown: Iterable[str], function: Callable[..., Any]) -> None:
+def check_known(unknown: Collection[str], function: Callable[..., Any]) -> None:
     """Raises OptionError with the right name if a function was called with options that it does not have.
 
     It is for functions that end in `**unknown: Never`, with which a type checker still finds the mistake.
@@ -146,7 +146,9 @@ def check_known(unknown: Iterable[str], function: Callable[..., Any]) -> None:
         unknown: The names of these options.
         function: The function, or the class whose constructor it is.
     """
-    known = [name for name in inspect.signature(function).parameters if name != "unknown"]
+    if not unknown:
+        return
+    known = [*_options_of(function)]
     for name in unknown:
         ours = next((ours for ours, others in _ELSEWHERE.items() if name in (ours, *others)), None)
         if ours == "accumulation_steps" and "micro_batch_size" in known:
@@ -160,11 +162,15 @@ def check_known(unknown: Iterable[str], function: Callable[..., Any]) -> None:
         raise OptionError(f"{function.__name__} has no option {name}: {remedy}")
 
 
+def _options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return {name: each for name, each in inspect.signature(function).parameters.items() if name != "unknown"}
+
+
 def described(accumulator: Any) -> str:
     """The repr of an object with options: those that are not at their default."""
     parts = []
-    for name, parameter in inspect.signature(type(accumulator)).parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
+    for name, parameter in _options_of(type(accumulator)).items():
+        if isinstance(getattr(type(accumulator), name, None), property):  # tf.Module's `variables` are not the option
             continue
         value = getattr(accumulator, name)
         is_default = value == parameter.default if isinstance(value, str | Real) else value is parameter.default

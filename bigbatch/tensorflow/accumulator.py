@@ -1,33 +1,72 @@
 """The accumulator: cut, accumulate, reduce, clip, apply, on one device or under a tf.distribute strategy."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, Never, get_args
 
 import tensorflow as tf
 
+from ..core.auxiliary import check_aux
+from ..core.batch import one_batch
 from ..core.errors import BatchError, OptionError, OrderError
 from ..core.exclusive import Exclusive
 from ..core.nonfinite import NonFinite, OnNonFinite
-from ..core.options import Fixed, Option, OptionOf, check_callable, check_size
+from ..core.options import (
+    Fixed,
+    Option,
+    OptionOf,
+    check_callable,
+    check_choice,
+    check_known,
+    check_loss,
+    check_size,
+    described,
+)
 from ..core.step import Step
+from ..core.verify.result import Verification
 from ..core.weight import Reduction, check_reduction
 from ..core.window import AccumulationSteps, Window, check_lists
-from . import checks, gradients
-from .backward import Backward, Loss, Weight
+from . import checks, gradients, models, optimizers
+from .auxiliary import Auxiliary, without_aux
+from .backward import Backward, Beside, Loss, Weight
 from .batch import Layout, any_size, batch_size, num_samples, slice_rows
+from .batch_norm import BatchNorm, BatchNorms
 from .distributed import replicas
 from .distributed.check_mean import check_mean
 from .distributed.one_replica import LossContext, check_not_divided, one_replica
 from .gradients import Gradient
 from .graphs import Graphs
 from .loop import accumulate
+from .micro_batch import MicroBatch
 from .nonfinite import SkippedSteps
-from .optimizer import Optimizer
-from .sums import OTHER_VARIABLES
+from .sums import OTHER_VARIABLES, BatchGradient
 from .update import Result, Update
 from .weight import WEIGHT, as_weight
 from .window import PartialWindow
+
+_Finish = Callable[[BatchGradient], Any]
+"""What is done with the gradient of the whole batch, across replicas."""
+
+
+_ELSEWHERE = {
+    "backward": "call gradients(batch), which returns the gradient of the whole batch and does not step; or "
+    "micro.backward(loss) in a micro_batch() block",
+    "apply_gradients": "call add(gradients, weight=…), or flush() to end a window early",
+    "apply": "call add(gradients, weight=…), or flush() to end a window early",
+    "train_step": "call step(batch)",
+    "zero_grad": "leave it out, because a window starts with sums of zero",
+    "no_sync": "leave it out, because replicas reduce once per window",
+    "scheduler": "pass the optimizer a schedule as its learning rate",
+    "value_and_grad": "call gradients(batch)",
+}
+
+
+class _Traced(NamedTuple):
+    """A graph, and what was found when it was traced."""
+
+    call: Callable[..., Any]
+    auxiliary: Auxiliary | None
+    batch_norms: BatchNorms
 
 
 def _check_not_traced(accumulator: "Accumulator", name: str) -> None:
@@ -70,11 +109,14 @@ class Accumulator(tf.Module):
     options it was traced with, so those that `add` uses cannot be changed after that.
 
     Args:
-        model: A model of Keras, or a tf.Module with `trainable_variables`.
-        optimizer: An optimizer of Keras, tf_keras or tf.compat.v1.train. It may scale the loss.
+        model: A model of Keras, or a tf.Module with `trainable_variables`. A list, tuple or dict of models is trained
+            together; the loss then gets that list.
+        optimizer: An optimizer of Keras, tf_keras or tf.compat.v1.train. It may scale the loss. Several optimizers of
+            Keras are a list of pairs `(optimizer, variables)`; all step or none. `variables` is a list, or the model or
+            layer that has them.
         loss: `loss(model, micro_batch)` returns the mean over the micro-batch, as a scalar tensor. It may return a
-            tuple of terms, each a mean over a count of its own. Leave it out if you compute gradients yourself, for
-            `add()`.
+            tuple of terms, each a mean over a count of its own, or a mapping with "loss". Leave it out if you compute
+            gradients yourself, for `add()` and `micro_batch()`.
         micro_batch_size: Samples per micro-batch, on each replica, for `step(batch)`.
         accumulation_steps: How many micro-batches a window has, for `add()`: a number, or a function of the step
             number.
@@ -87,6 +129,16 @@ class Accumulator(tf.Module):
         on_nonfinite: If the gradient is not finite, "skip" the step, "raise" NonFiniteError, or "stop" training.
         max_skipped: After how many skipped steps in a row to raise NonFiniteError. None for never.
         jit_compile: Whether XLA compiles the loop over the micro-batches.
+        has_aux: Whether the loss returns the pair `(loss, aux)`. Aux is a nest of metrics, logits and so on, which
+            arrives in `step.aux` for the whole batch, with its numbers in `step.metrics`. If the loss returns a mapping
+            with "loss", its other items are aux.
+        aux: How aux is combined: "mean" (by the weight of the first term), "sum", "concatenate", a function of the
+            values and the weights of all micro-batches, or a nest of these. "auto": a float is a mean, an integer a
+            sum, and a tensor with a row for each sample is concatenated, in the order of the batch.
+        batch_norm: What BatchNormalization layers do with their moving statistics: "batch" updates them once per step,
+            with the mean and variance of the whole batch; "micro_batch" lets each micro-batch do its own update;
+            "frozen" normalises with them and leaves them as they are.
+        variables: The variables to train. None for all trainable variables of the model.
 
     Attributes:
         num_traces: How many graphs were traced. A new batch size adds none; other axes add at most one each.
@@ -94,7 +146,8 @@ class Accumulator(tf.Module):
     """
 
     model, optimizer, reduction, jit_compile = Fixed(), Fixed(), Fixed(), Fixed()
-    loss, weight = Option(check_callable), Option(check_callable)
+    has_aux, aux, batch_norm = Fixed(), Fixed(), Fixed()
+    loss, weight = Option(check_loss), Option(check_callable)
     micro_batch_size = Option(check_size)
     accumulation_steps = OptionOf("_window", _check_not_traced)
     clip_norm, clip_value = OptionOf("_update", _check_not_traced), OptionOf("_update", _check_not_traced)
@@ -115,21 +168,36 @@ class Accumulator(tf.Module):
         on_nonfinite: OnNonFinite = "skip",
         max_skipped: int | None = 32,
         jit_compile: bool = False,
+        has_aux: bool = False,
+        aux: Any = "auto",
+        batch_norm: BatchNorm = "batch",
+        variables: Sequence[Any] | None = None,
+        **unknown: Never,
     ) -> None:
+        check_known(unknown, Accumulator)
         super().__init__(name="accumulator")
         check_reduction(reduction)
-        checks.check_model(model)
-        self.model, self.optimizer, self.loss, self.weight = model, optimizer, loss, weight
+        check_choice("batch_norm", batch_norm, get_args(BatchNorm))
+        self._trained_model = models.trained(model, variables)
+        optimizer = tuple(optimizer) if isinstance(optimizer, list) else optimizer
+        check_aux("aux", aux, has_aux=has_aux)
+        for name, value in (("model", model), ("optimizer", optimizer), ("aux", aux)):
+            if isinstance(value, list | tuple | dict):  # which tf.Module would wrap
+                object.__setattr__(self, name, value)
+            else:
+                setattr(self, name, value)
+        self.loss, self.weight, self.has_aux, self.batch_norm = loss, weight, has_aux, batch_norm
         self.micro_batch_size, self.reduction, self.jit_compile = micro_batch_size, reduction, jit_compile
         self.num_traces = 0
-        self.strategy = replicas.strategy_of(model)
-        self._optimizer = Optimizer(optimizer, self.strategy)
+        self.strategy = replicas.strategy_of(self._trained_model)
+        self._optimizer = optimizers.of(optimizer, self.strategy)
         self._exclusive = Exclusive(self._trained)
         resume = "set accumulator.is_stopped = False to continue"
         self._nonfinite = NonFinite(on_nonfinite, max_skipped, warns=False, resume=resume)
         self._skipped_steps = SkippedSteps(self._nonfinite, self.strategy)
-        of_model = model, self._optimizer, self.strategy, reduction
-        self._update = Update(*of_model, self._skipped_steps, self._exclusive, clip_norm, clip_value)
+        of_model = self._trained_model, self._optimizer, self.strategy, reduction
+        warned_of: BatchNorm = self._own_batch_norm if loss is None else batch_norm
+        self._update = Update(*of_model, warned_of, self._skipped_steps, self._exclusive, clip_norm, clip_value)
         self._window = PartialWindow(*of_model, accumulation_steps)
         self._graphs = Graphs()
         self._has_seen_labels = False
@@ -140,8 +208,12 @@ class Accumulator(tf.Module):
         with self.strategy.scope():
             self._last_step = tf.Variable(tf.zeros([5], WEIGHT), trainable=False, name="last_step")
             """Loss, total weight, norm, is_applied and num_micro_batches of the last step by `add` or `flush`."""
-        if model.trainable_variables:
+        if self._trained_model.trainable_variables:
             self._prepare()
+
+    def __repr__(self) -> str:
+        """The options that are not at their default, and the number of steps."""
+        return f"{described(self)} after {int(self.num_steps)} step{'s' * (int(self.num_steps) != 1)}"
 
     @property
     def num_steps(self) -> tf.Variable:
@@ -160,7 +232,7 @@ class Accumulator(tf.Module):
     # --- a batch, or a window of micro-batches -----------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert
-    def step(self, batch: Any) -> Step:
+    def step(self, batch: Any, *more: Never) -> Step:
         """Takes one step of the optimizer on the whole batch.
 
         Args:
@@ -168,18 +240,49 @@ class Accumulator(tf.Module):
                 strategy it may come from a distributed dataset; plain tensors are spread over the replicas. A
                 micro-batch of a Window counts once in `num_micro_batches`, however many replicas share it.
         """
-        self._check_before_step()
-        with self._exclusive.hold("step()", range(self.strategy.num_replicas_in_sync)):
+        if more:
+            raise BatchError(one_batch("step", 1 + len(more)))
+        return self._run("step()", batch, self._update)
+
+    @tf.autograph.experimental.do_not_convert
+    def gradients(self, batch: Any) -> tuple[list[Gradient], Step]:
+        """The gradient of the whole batch, without a step of the optimizer.
+
+            gradients, step = accumulator.gradients(batch)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+        stands for
+
+            with tf.GradientTape() as tape:
+                value = loss(model, batch)                # does not fit into memory
+            gradients = tape.gradient(value, model.trainable_variables)
+
+        The gradient is reduced over replicas, unscaled, and clipped if `clip_norm` or `clip_value` is set. It may not
+        be finite: look at `step.grad_norm`. There is one for each trainable variable, in their order; it is None where
+        the loss does not depend on the variable, and a tf.IndexedSlices where it is sparse. `step.is_applied` is False.
+
+        Args:
+            batch: As for `step`.
+        """
+        return self._run("gradients()", batch, self._update.without_step)
+
+    def _run(self, call: str, batch: Any, finish: _Finish) -> Any:
+        self._check_before(call)
+        with self._exclusive.hold(call, range(self.strategy.num_replicas_in_sync)):
             self._window.check_whole()
+            is_window = isinstance(batch, Window)
             if not self._has_seen_labels:
                 self._has_seen_labels = True  # only the first batch is looked at, since that waits for the device
                 if self.weight is None and self.reduction == "mean":
-                    checks.warn_of_uncounted_labels(batch[0] if isinstance(batch, Window) and batch else batch)
-            if isinstance(batch, Window):
-                return self._update.step(self._step_window(batch))
-            return self._update.step(self._step_batch(batch), self.micro_batch_size)
+                    checks.warn_of_uncounted_labels(batch[0] if is_window and batch else batch)
+            traced, result = self._run_window(batch, finish) if is_window else self._run_batch(batch, finish)
+            size = None if is_window else self.micro_batch_size
+            if finish is self._update:
+                return self._update.step(result, size, traced.auxiliary)
+            grads, result = result
+            return grads, self._update.step(result, size, traced.auxiliary)
 
-    def _step_batch(self, batch: Any) -> Result:
+    def _run_batch(self, batch: Any, finish: _Finish) -> tuple[_Traced, Any]:
         """One graph: cut, weigh, forward and backward of each micro-batch, reduce, update."""
         if self.micro_batch_size is None:
             raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
@@ -187,49 +290,70 @@ class Accumulator(tf.Module):
         if self.micro_batch_size == 1:
             check_lists(batch, batch_size(layout))
         self._prepare_for(layout)
+        name = "batch", self.micro_batch_size, finish is self._update
         with checks.explained():
-            graph = self._graph(("batch", self.micro_batch_size), self._make_whole_batch_graph, layout)
-            result = graph(*layout.tensors)
-        return result if self._optimizer.runs_in_graph else self._update(result)
+            graph = self._graph(name, lambda backward: self._make_whole_batch_graph(backward, finish), layout)
+            result = graph.call(*layout.tensors)
+        return graph, result if self._optimizer.runs_in_graph else finish(result)
 
-    def _step_window(self, window: Window[Any]) -> Result:
+    def _run_window(self, window: Window[Any], finish: _Finish) -> tuple[_Traced, Any]:
         """A graph for each part: weigh every micro-batch; forward and backward of each; reduce and update."""
         if not window:
             raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
         layouts = [replicas.spread(self.strategy, micro_batch) for micro_batch in window]
         self._prepare_for(layouts[0])
         with checks.explained():
-            weights = [self._graph("weigh", self._make_weigh_graph, layout)(*layout.tensors) for layout in layouts]
+            weights = [self._graph("weigh", self._make_weigh_graph, layout).call(*layout.tensors) for layout in layouts]
         total = replicas.total(self.strategy, weights)
         spec = tf.TensorSpec(total.shape, WEIGHT)
         sums = self._window.prepare_sums(total.shape[0])
         try:
+            found = []
             with checks.explained():
                 for layout in layouts:
                     add = self._graph("add", self._make_micro_batch_graph, layout, spec, graphs=sums.graphs)
-                    add(total, *layout.tensors)
+                    found.append(add.call(total, *layout.tensors))
+            aux = self._finish_beside(add, found, total)
             if not self._optimizer.runs_in_graph:
-                return self._finish_window(total)
-            return self._finish_graph(spec)(total)
+                return add, self._finish_window(total, finish, aux)
+            return add, self._finish_graph(spec, finish, aux)(total, *aux)
         except BaseException:
             self._window.clear()
             raise
 
-    def _finish_window(self, total: tf.Tensor | None = None) -> Result:
+    def _finish_beside(self, traced: _Traced, found: Sequence[Beside], total: tf.Tensor) -> list[tf.Tensor]:
+        """Across replicas: updates the moving statistics; returns the leaves of aux."""
+        if any(each.moments for each in found):
+
+            def pool(*moments: Any) -> None:
+                pooled = traced.batch_norms.start()
+                for each in moments:
+                    pooled = traced.batch_norms.pool(pooled, each)
+                traced.batch_norms.update(pooled)
+
+            self.strategy.run(pool, args=tuple(each.moments for each in found))
+        if traced.auxiliary is None:
+            return []
+        return traced.auxiliary.over_window(self.strategy, [each.aux for each in found], total[0])
+
+    def _finish_window(
+        self, total: tf.Tensor | None = None, finish: _Finish | None = None, aux: Sequence[tf.Tensor] = ()
+    ) -> Any:
         """Across replicas: the update. Losses are checked only if `step` computed them: `add` may get none."""
         try:
-            return self._update(self._window.batch_gradient(total), is_loss_checked=total is not None)
+            gradient = self._window.batch_gradient(total)._replace(aux=aux)
+            return self._update(gradient, is_loss_checked=False) if finish is None else finish(gradient)
         finally:
             self._window.clear()
 
-    def _check_before_step(self) -> None:
+    def _check_before(self, call: str) -> None:
         if self.loss is None:
-            raise OptionError("step() needs a loss: pass Accumulator(model, optimizer, loss, …)")
+            raise OptionError(f"{call} needs a loss: pass Accumulator(model, optimizer, loss, …)")
         if not tf.executing_eagerly():
-            raise OrderError("step() is a graph by itself: call it outside of tf.function, or use add() inside")
+            raise OrderError(f"{call} is a graph by itself: call it outside of tf.function, or use add() inside")
         self._nonfinite.check_not_stopped()
         if num := self._window.num_micro_batches():
-            raise OrderError(f"a window of {num} micro-batches is open: call flush() before step()")
+            raise OrderError(f"a window of {num} micro-batches is open: call flush() before {call}")
 
     # --- graphs of step() --------------------------------------------------------------------------------
 
@@ -240,7 +364,7 @@ class Accumulator(tf.Module):
         layout: Layout,
         *before: tf.TypeSpec,
         graphs: Graphs | None = None,
-    ) -> Any:
+    ) -> _Traced:
         """The graph for batches of this structure. It is kept unless the batch holds objects that may change.
 
         `make(backward)` returns the function to trace. Its arguments have the types `before`, then those of the batch.
@@ -249,39 +373,49 @@ class Accumulator(tf.Module):
 
         def compiled(specs: Sequence[tf.TypeSpec]) -> Any:
             options = self.loss, self.weight, self.reduction, self.jit_compile
-            backward = Backward(layout, self.model, self._optimizer, *options)
-            return self._compiled(make(backward), [*before, *specs])
+            auxiliary, batch_norms = Auxiliary(self.aux) if self.has_aux else None, BatchNorms(self.batch_norm)
+            model = self._trained_model, self.model
+            backward = Backward(layout, *model, self._optimizer, *options, auxiliary, batch_norms)
+            return _Traced(self._compiled(make(backward), [*before, *specs]), auxiliary, batch_norms)
 
         cache = (graphs or self._graphs) if layout.can_keep_graph else Graphs()
         made_of = self.loss, self.weight  # kept alive, so that their ids are not reused
         key = self._key(name, layout.structure, before)
-        return cache.get(key, layout.shapes, lambda: map(any_size, layout.tensors), compiled, made_of)
+        traced: _Traced = cache.get(key, layout.shapes, lambda: map(any_size, layout.tensors), compiled, made_of)
+        return traced
 
-    def _finish_graph(self, spec: tf.TensorSpec) -> Any:
-        """The graph that ends a `Window`, as a function of the total weight."""
+    def _finish_graph(self, total: tf.TensorSpec, finish: _Finish, aux: Sequence[tf.Tensor]) -> Any:
+        """The graph that ends a `Window`, as a function of the total weight and of the leaves of aux."""
         sums = self._window.sums
-        key = self._key(("finish", tuple(sums.present())), spec)
-        return sums.graphs.get(key, (), lambda: [spec], lambda specs: self._compiled(self._finish_window, specs), ())
+        specs = [total, *map(any_size, aux)]
+        key = self._key(("finish", tuple(sums.present()), finish is self._update), *specs)
+
+        def finish_window(total: tf.Tensor, *aux: tf.Tensor) -> Any:
+            return self._finish_window(total, finish, aux)
+
+        return sums.graphs.get(key, (), lambda: specs, lambda specs: self._compiled(finish_window, specs), ())
 
     def _key(self, name: Any, *types: Any) -> tuple[Any, ...]:
         """Everything a graph depends on besides the values of its arguments. If it changes, a new graph is traced."""
-        ids = tuple(map(id, (self.loss, self.weight, *self.model.trainable_variables)))
+        ids = tuple(map(id, (self.loss, self.weight, *self._trained_model.trainable_variables)))
         return name, types, self._update.options(), ids, tf.config.functions_run_eagerly()
 
     def _compiled(self, function: Callable[..., Any], specs: Sequence[tf.TypeSpec]) -> Any:
-        checks.check_trainable(self.model, is_called=True)
-        self._optimizer.check_knows(self.model)
+        checks.check_trainable(self._trained_model, is_called=True)
+        self._optimizer.check_knows(self._trained_model)
         graph = tf.function(function, input_signature=specs, autograph=False)
         # a concrete function is cheaper to call, but ignores run_functions_eagerly(True)
         return graph if tf.config.functions_run_eagerly() else graph.get_concrete_function()
 
-    def _make_whole_batch_graph(self, backward: Backward) -> Callable[..., Any]:
+    def _make_whole_batch_graph(self, backward: Backward, finish: _Finish) -> Callable[..., Any]:
         micro_batch_size: Any = self.micro_batch_size
 
         def whole_batch(*tensors: Any) -> Any:
             self.num_traces += 1
             gradient = self.strategy.run(lambda *own: accumulate(backward, own, micro_batch_size), args=tensors)
-            return self._update(gradient) if self._optimizer.runs_in_graph else gradient
+            if backward.auxiliary is not None:
+                gradient = gradient._replace(aux=backward.auxiliary.of_replicas(self.strategy, gradient.aux))
+            return finish(gradient) if self._optimizer.runs_in_graph else gradient
 
         return whole_batch
 
@@ -289,22 +423,32 @@ class Accumulator(tf.Module):
         return lambda *tensors: self.strategy.run(lambda *own: backward.weigh(own), args=tensors)
 
     def _make_micro_batch_graph(self, backward: Backward) -> Callable[..., Any]:
-        def on_replica(total: tf.Tensor, *tensors: Any) -> None:
+        def on_replica(total: tf.Tensor, *tensors: Any) -> Beside:
             weight = backward.weigh(tensors)
             share = backward.shares(weight, total)
             # reduction="sum" gives the share 1 even to a replica that has no sample
             share = tf.where(num_samples(tensors) > 0, share, tf.zeros_like(share))
 
-            def add(backward: Any, share: tf.Tensor) -> None:
-                losses, grads = backward(tensors, share)
+            auxiliary = backward.auxiliary
+            if auxiliary is not None or backward.may_have_moments:
+                backward.traced(tensors, share.shape[0])  # now it is known what is beside
+
+            def add(backward: Any, share: tf.Tensor) -> Beside:
+                losses, grads, own = backward(tensors, share)
                 self._window.sums.add(grads, weight[0], losses)
+                return own if auxiliary is None else own._replace(aux=auxiliary.counted(own.aux, weight[0]))
 
-            backward.run_or_skip(share, add, skip=lambda: None)
+            def skip() -> Beside:
+                return Beside([] if auxiliary is None else auxiliary.nothing(), backward.batch_norms.start())
 
-        def micro_batch(total: tf.Tensor, *tensors: Any) -> None:
+            own: Beside = backward.run_or_skip(share, num_samples(tensors), add, skip)
+            return own
+
+        def micro_batch(total: tf.Tensor, *tensors: Any) -> Beside:
             self.num_traces += 1
-            self.strategy.run(on_replica, args=(total, *tensors))
+            own: Beside = self.strategy.run(on_replica, args=(total, *tensors))
             self._window.sums.end()
+            return own
 
         return micro_batch
 
@@ -335,13 +479,57 @@ class Accumulator(tf.Module):
             weight: Over how many samples or tokens the loss is a mean. Weights per sample are added up.
             loss: That loss. Without it the loss of the step is NaN.
         """
-        if self.accumulation_steps is None:
-            raise OptionError("add() does not know how long a window is: pass accumulation_steps=…")
-        if weight is None and self.reduction == "mean":
-            raise OptionError("add() needs weight=…: over how many samples or tokens the loss is a mean")
+        weight = self._check_own_loop("add()", weight)
         with self._hold("add()"):
-            self._add(gradients, 1 if weight is None else weight, float("nan") if loss is None else loss)
+            self._add(gradients, weight, float("nan") if loss is None else loss)
 
+    @tf.autograph.experimental.do_not_convert
+    @contextmanager
+    def micro_batch(self, weight: Any = None) -> Iterator[MicroBatch]:
+        """One micro-batch of your own loop, as `add` but with a tape of ours; the last one of a window takes the step.
+
+            for x, y in dataset:
+                with accumulator.micro_batch(weight=len(y)) as micro:
+                    micro.backward(cross_entropy(y, model(x, training=True)))
+            accumulator.flush()                               # the last, shorter window
+
+        The block is a `tf.GradientTape()` and a `one_replica()`. `micro.backward(loss)` takes the gradient for the
+        trainable variables, of the scaled loss if the optimizer scales it. `micro.skip()` leaves the micro-batch out.
+
+        Args:
+            weight: Over how many samples or tokens the loss is a mean. Weights per sample are added up.
+        """
+        weight = self._check_own_loop("micro_batch()", weight)
+        with self._hold("micro_batch()"):
+            with self.one_replica(), BatchNorms(self._own_batch_norm).recording(), tf.GradientTape() as tape:
+                micro = MicroBatch(tape, replicas.trainable(self._trained_model), self._optimizer)
+                try:
+                    yield micro
+                finally:
+                    micro.is_over = True
+            micro.check_fed()
+            if micro.is_skipped or micro.gradients is None:
+                return
+            can_read = tf.executing_eagerly() and not replicas.is_shared()
+            num_steps = int(self.num_steps.numpy()) if can_read else None
+            self._add(micro.gradients, weight, micro.loss)
+            if can_read and int(self.num_steps.numpy()) != num_steps:
+                micro.step = self.last_step
+
+    def _check_own_loop(self, call: str, weight: Any) -> Any:
+        """The weight of a micro-batch of the user's own loop; raises OptionError if something is missing for it."""
+        if self.accumulation_steps is None:
+            raise OptionError(f"{call} does not know how long a window is: pass accumulation_steps=…")
+        if weight is None and self.reduction == "mean":
+            raise OptionError(f"{call} needs weight=…: over how many samples or tokens the loss is a mean")
+        return 1 if weight is None else weight
+
+    @property
+    def _own_batch_norm(self) -> BatchNorm:
+        """What BatchNormalization layers do in the user's own loop, whose statistics nobody pools."""
+        return "frozen" if self.batch_norm == "frozen" else "micro_batch"
+
+    @tf.autograph.experimental.do_not_convert  # the block of micro_batch() is code of the user's
     def _add(self, grads: Sequence[Gradient], weight: Any, loss: Any) -> None:
         """On a replica."""
         context = self._check_before_add(grads)
@@ -358,8 +546,8 @@ class Accumulator(tf.Module):
 
     def _check_before_add(self, grads: Any) -> Any:
         """Refuses what cannot be added; returns the replica context."""
-        checks.check_trainable(self.model, is_called=False)
-        checks.check_gradients(grads, self.model.trainable_variables)
+        checks.check_trainable(self._trained_model, is_called=False)
+        checks.check_gradients(grads, self._trained_model.trainable_variables)
         self._check_graph("add()")
         self._nonfinite.check_not_stopped()
         context = tf.distribute.get_replica_context()
@@ -417,6 +605,21 @@ class Accumulator(tf.Module):
         if tf.executing_eagerly():
             self._update.step(result)
 
+    def verify(self, batch: Any, **options: Any) -> Verification:
+        """Compares the gradient of the full batch with the accumulated one; `bigbatch.tensorflow.verify` describes it.
+
+        Args:
+            batch: A batch that fits into memory.
+            **options: `tolerance` and `dtype` of `verify`.
+        """
+        from .verify.verify import verify  # it uses Accumulator
+
+        if self.loss is None or self.micro_batch_size is None:
+            raise OptionError("verify() needs a loss and a micro_batch_size: pass both to Accumulator")
+        own: dict[str, Any] = {"weight": self.weight, "reduction": self.reduction}
+        own |= {"has_aux": self.has_aux, "batch_norm": self.batch_norm}
+        return verify(self.model, batch, self.loss, self.micro_batch_size, **own, **options)
+
     @property
     def last_step(self) -> Step | None:
         """The last step that `add` or `flush` took; None before the first."""
@@ -448,9 +651,15 @@ class Accumulator(tf.Module):
             return self._exclusive.hold(call, [int(context.replica_id_in_sync_group)])
         return self._exclusive.hold(call, range(self.strategy.num_replicas_in_sync))
 
+    def __getattr__(self, name: str) -> Any:
+        """Names of other frameworks, and what to call here instead."""
+        remedy = _ELSEWHERE.get(name)
+        text = f"{type(self).__name__} has no {name}"
+        raise AttributeError(f"{text} in TensorFlow: {remedy}" if remedy else text, name=name, obj=self)
+
     def _trained(self) -> list[Any]:
         """What only one call at a time may train."""
-        return [self.model, self.optimizer, *replicas.trainable(self.model)]
+        return [self.model, *self._optimizer.optimizers, *replicas.trainable(self._trained_model)]
 
     def _num_changes(self) -> int:
         """How often the variables were changed. Frozen ones have no lock, so a sum is compared and not a list."""
@@ -475,18 +684,20 @@ class Accumulator(tf.Module):
 
     def _prepare_for(self, layout: Layout) -> None:
         """Builds the model if it has no variables; on replicas, checks that the loss is a mean."""
-        if not self._update.is_ready and not self.model.trainable_variables:
+        if not self._update.is_ready and not self._trained_model.trainable_variables:
 
             def on_replica(*own: Any) -> None:
-                with one_replica(LossContext(1)):
+                # building it leaves moving statistics alone
+                with one_replica(LossContext(1)), BatchNorms("frozen").recording():
                     self.loss(self.model, layout.pack([slice_rows(tensor, 0, 1) for tensor in own]))
 
             self.strategy.run(on_replica, args=layout.tensors)
-            checks.check_trainable(self.model, is_called=True)
+            checks.check_trainable(self._trained_model, is_called=True)
         self._prepare()
         # on replicas, losses are divided by the size of the whole batch
         if self.strategy.num_replicas_in_sync > 1 and self.reduction == "mean" and self._mean_loss is not self.loss:
-            check_mean(self.model, self.loss, self.weight, self.strategy, layout)
+            loss = without_aux(self.loss, self.model, has_aux=self.has_aux)
+            check_mean(self._trained_model, loss, self.weight, self.strategy, layout)
             self._mean_loss = self.loss
 
     def _prepare(self) -> None:

@@ -1,21 +1,35 @@
 """Forward and backward of one micro-batch in a graph: its losses, and its share of the gradient."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from ..core import loss_result
 from ..core.errors import WeightError
 from ..core.weight import Reduction, Terms, as_terms, check_weight, share
 from . import gradients
+from .auxiliary import Auxiliary, shape_of
 from .batch import Layout, any_size, num_samples
+from .batch_norm import BatchNorms, Moments
 from .checks import check_loss
 from .distributed import replicas
 from .distributed.one_replica import LossContext, one_replica
 from .gradients import Gradient
 from .internals import converted
-from .optimizer import Optimizer
+from .layers import batch_norms
+from .optimizers import AnyOptimizer
 from .weight import WEIGHT, as_tensor, checked, summed_weight, where
+
+
+class Beside(NamedTuple):
+    """What a micro-batch has besides its losses and its gradient; empty lists as a rule."""
+
+    aux: list[tf.Tensor]
+    """The leaves of aux, with `has_aux`."""
+    moments: list[Moments]
+    """The statistics of BatchNormalization layers."""
+
 
 Loss = Callable[[Any, Any], Any]
 Weight = Callable[[Any], Any]
@@ -24,31 +38,43 @@ Weight = Callable[[Any], Any]
 class Backward:
     """Runs one micro-batch through the model, forward and backward, on one replica.
 
-        losses, gradients = backward(tensors, share)
+        losses, gradients, beside = backward(tensors, share)
 
     stands for
 
         with tf.GradientTape() as tape:
             value = loss(model, micro_batch) * weight / total
         gradients = tape.gradient(value, model.trainable_variables)
+
+    `model` has the variables; `given` is what the user passed as the model.
     """
 
     def __init__(
         self,
         layout: Layout,
         model: Any,
-        optimizer: Optimizer,
+        given: Any,
+        optimizer: AnyOptimizer,
         loss: Loss,
         weight: Weight | None,
         reduction: Reduction,
         jit_compile: bool,
+        auxiliary: Auxiliary | None,
+        batch_norms: BatchNorms,
     ) -> None:
-        self._layout, self._model, self._optimizer, self._loss = layout, model, optimizer, loss
+        self._layout, self._model, self._given, self._optimizer = layout, model, given, optimizer
+        self._loss = loss
         self.weight, self.reduction, self.jit_compile = weight, reduction, jit_compile
+        self.auxiliary, self.batch_norms = auxiliary, batch_norms
         self.is_share_used = False
         """Whether the loss reads its share of the whole batch. Valid only after `traced()`."""
         self._all_terms = tf.function(self._run, jit_compile=jit_compile or None, autograph=False)
         self._by_term = tf.function(self._run_by_term, jit_compile=jit_compile or None, autograph=False)
+
+    @property
+    def may_have_moments(self) -> bool:
+        """Whether moments of BatchNormalization layers may be recorded."""
+        return self.batch_norms.mode == "batch" and bool(batch_norms(self._model))
 
     def variables(self) -> list[Any]:
         return replicas.trainable(self._model)
@@ -82,52 +108,62 @@ class Backward:
     # --- the pass ----------------------------------------------------------------------------------------
 
     def __call__(self, tensors: Sequence[Any], share: tf.Tensor) -> Any:
-        """The losses of one micro-batch times their shares, and the gradient of their sum."""
+        """The losses of one micro-batch times their shares, the gradient of their sum, and what is beside them."""
         return self._all_terms(tensors, share)
 
-    def run_or_skip(self, share: tf.Tensor, run: Callable[[Any, tf.Tensor], Any], skip: Callable[[], Any]) -> Any:
+    def run_or_skip(
+        self, share: tf.Tensor, num: Any, run: Callable[[Any, tf.Tensor], Any], skip: Callable[[], Any]
+    ) -> Any:
         """Calls `run(backward, share)`, or `skip()` if the share is 0, since the mean over nothing may be 0/0.
 
         `run` calls `backward(tensors, share)`. If only some terms of the loss have the share 0, that pass leaves them
-        out.
+        out. Aux has rows of samples that do not count, too, so with aux only a micro-batch of `num` = 0 samples is
+        skipped.
         """
 
         def some() -> Any:
-            if share.shape[0] == 1:
+            if share.shape[0] == 1 and self.auxiliary is None:
                 return run(self, share)
             is_whole = tf.reduce_all(share > 0)
             return tf.cond(is_whole, lambda: run(self, share), lambda: run(self._by_term, share))
 
-        return tf.cond(tf.reduce_any(share > 0), some, skip)
+        return tf.cond(tf.reduce_any(share > 0) if self.auxiliary is None else num > 0, some, skip)
 
-    def _run(self, tensors: Sequence[Any], share: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
+    def _run(self, tensors: Sequence[Any], share: tf.Tensor) -> tuple[tf.Tensor, list[Gradient], Beside]:
         """The share enters as the gradient that the tape starts from, which saves a multiplication and its gradient."""
-        with tf.GradientTape() as tape:
-            terms = self._forward(tensors, share)
-        # float16 and bfloat16 would round the share, so for them the wide gradient is scaled instead of the loss
-        is_late = len(terms) == 1 and terms[0].dtype != gradients.wide_dtype(terms[0].dtype)
-        seeds = tf.unstack(self._optimizer.scaled(tf.ones_like(share) if is_late else share))
-        grads = self._gradients(tape, terms, seeds)
-        return _times_share(terms, share), gradients.scaled(grads, share[0]) if is_late else grads
+        with self.batch_norms.recording() as moments:
+            with tf.GradientTape() as tape:
+                terms, aux = self._forward(tensors, share)
+            beside = Beside(aux, list(moments))
+            # float16 and bfloat16 would round the share, so for them the wide gradient is scaled instead of the loss
+            is_late = len(terms) == 1 and terms[0].dtype != gradients.wide_dtype(terms[0].dtype)
+            seeds = tf.unstack(self._optimizer.scaled(tf.ones_like(share) if is_late else share))
+            grads = self._gradients(tape, terms, seeds)
+        return _times_share(terms, share), gradients.scaled(grads, share[0]) if is_late else grads, beside
 
-    def _run_by_term(self, tensors: Sequence[Any], share: tf.Tensor) -> tuple[tf.Tensor, list[Gradient]]:
+    def _run_by_term(self, tensors: Sequence[Any], share: tf.Tensor) -> tuple[tf.Tensor, list[Gradient], Beside]:
         """The same with a gradient for each term, since a term whose share is 0 may be 0/0."""
-        with tf.GradientTape(persistent=True) as tape:
-            terms = self._forward(tensors, share)
-        sums: list[Gradient] = [None] * len(self.variables())
-        seeds = tf.unstack(self._optimizer.scaled(tf.ones_like(share)))
-        for term, seed, each in zip(terms, seeds, tf.unstack(share), strict=True):
-            grads = gradients.weighted(self._gradients(tape, (term,), [seed]), each)
-            sums = [gradients.added(*pair) for pair in zip(sums, grads, strict=True)]
-        return _times_share(terms, share), sums
+        with self.batch_norms.recording() as moments:
+            with tf.GradientTape(persistent=True) as tape:
+                terms, aux = self._forward(tensors, share)
+            beside = Beside(aux, list(moments))
+            sums: list[Gradient] = [None] * len(self.variables())
+            seeds = tf.unstack(self._optimizer.scaled(tf.ones_like(share)))
+            for term, seed, each in zip(terms, seeds, tf.unstack(share), strict=True):
+                grads = gradients.weighted(self._gradients(tape, (term,), [seed]), each)
+                sums = [gradients.added(*pair) for pair in zip(sums, grads, strict=True)]
+        return _times_share(terms, share), sums, beside
 
-    def _forward(self, tensors: Sequence[Any], share: tf.Tensor) -> Terms:
-        """The losses of one micro-batch, as means over it."""
+    def _forward(self, tensors: Sequence[Any], share: tf.Tensor) -> tuple[Terms, list[tf.Tensor]]:
+        """The losses of one micro-batch, as means over it, and the leaves of aux."""
         context = LossContext(share[0] if share.shape[0] == 1 else None)
         with one_replica(context):
-            terms = as_terms(converted(self._loss, self._model, self._layout.pack(tensors)))
+            returned = converted(self._loss, self._given, self._layout.pack(tensors))
         self.is_share_used |= context.is_share_used
-        return check_loss(terms, share.shape[0])
+        has_aux = self.auxiliary is not None
+        terms, aux = loss_result.split(returned, share.shape[0], has_aux=has_aux, shape_of=shape_of)
+        leaves = [] if self.auxiliary is None else self.auxiliary.leaves(aux, num_samples(tensors))
+        return check_loss(terms, share.shape[0]), leaves
 
     def _gradients(self, tape: tf.GradientTape, terms: Terms, seeds: Sequence[tf.Tensor]) -> list[Gradient]:
         variables = self.variables()

@@ -3,16 +3,17 @@
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
 
+from ..core.errors import OptionError
 from ..core.weight import share
 from .distributed import replicas
-from .internals import current_graph
-from .layers import with_value
+from .internals import current_graph, trace_apart
+from .layers import dropout_off, with_value
 from .weight import WEIGHT, where
 
 BatchNorm = Literal["batch", "micro_batch", "frozen"]
@@ -27,12 +28,19 @@ class Moments(NamedTuple):
     squares: tf.Tensor
     """The sum of the squared differences from the mean."""
 
+    @property
+    def variance(self) -> Any:
+        """The biased variance, as Keras uses it."""
+        return share(self.squares, self.count, where)
+
 
 class _Recorder:
     """What the BatchNormalization layers that run on this thread do, and what they saw."""
 
-    def __init__(self, mode: BatchNorm) -> None:
+    def __init__(self, mode: str, only: Any = None) -> None:
         self.mode = mode
+        """A `BatchNorm`, or "calibrate" to normalise as "frozen" does and record the layer `only`, or all if None."""
+        self.only = only
         self.graph = current_graph()
         self.layers: list[Any] = []
         self.moments: list[Moments] = []
@@ -45,6 +53,16 @@ class _Here(threading.local):
 
 
 _here = _Here()
+_patching = threading.Lock()
+
+
+def _label() -> str:
+    """A graph of the model's own that was traced with frozen layers is not for other passes."""
+    is_as_always = _here.recorder is None or _here.recorder.mode == "batch"
+    return "" if is_as_always else "frozen BatchNormalization"
+
+
+trace_apart(_label)
 
 
 class BatchNorms:
@@ -80,13 +98,10 @@ class BatchNorms:
         if self.mode == "micro_batch" or not _patched():
             yield []
             return
-        before, _here.recorder = _here.recorder, _Recorder(self.mode)
-        try:
-            yield _here.recorder.moments
-        finally:
-            if _here.recorder.layers:
-                self._layers = tuple(_here.recorder.layers)
-            _here.recorder = before
+        with _recording(_Recorder(self.mode)) as recorder:
+            yield recorder.moments
+        if recorder.layers:
+            self._layers = tuple(recorder.layers)
 
     def start(self) -> list[Moments]:
         """The moments of no data, for `pool`. The layers are known once a micro-batch was recorded, or traced."""
@@ -102,13 +117,72 @@ class BatchNorms:
         if replicas.is_shared() and pooled:
             pooled = _over_replicas(pooled)
         for layer, moments in zip(self._layers, pooled, strict=True):
-            variance = share(moments.squares, moments.count, where)
+            variance = moments.variance
             is_good = (moments.count > 0) & tf.reduce_all(tf.math.is_finite(moments.mean + variance))
             keep = tf.where(is_good, tf.constant(layer.momentum, WEIGHT), tf.ones([], WEIGHT))
             for variable, value in ((layer.moving_mean, moments.mean), (layer.moving_variance, variance)):
                 old = tf.cast(replicas.as_tf_variable(variable), WEIGHT)
                 new = old * keep + tf.math.multiply_no_nan(value, 1 - keep)
                 replicas.as_tf_variable(variable).assign(tf.cast(new, variable.dtype))
+
+
+def recalibrate(model: Any, batches: Iterable[Any], forward: Callable[[Any, Any], Any] | None = None) -> None:
+    """Sets the moving statistics of all BatchNormalization layers to those of the data, before evaluation.
+
+        recalibrate(model, [x for x, y in dataset])
+
+    The result does not depend on where the data are cut: the first layer gets the mean and the variance of its input
+    over all batches, then the second layer that of its own, computed with the first as it is now, and so on. This takes
+    one pass over the data for each layer, without gradients. Dropout is off.
+
+    Args:
+        model: A model of Keras, or a tf.Module with layers of Keras.
+        batches: The data, the same each time they are iterated: a list or a tf.data.Dataset.
+        forward: `forward(model, batch)` calls the model with training=True. None for
+            `lambda model, batch: model(batch, training=True)`, with the first part of a batch that is a tuple.
+    """
+    if iter(batches) is batches:
+        raise OptionError("recalibrate() iterates over the batches several times: pass a list or a Dataset")
+    forward = _forward if forward is None else forward
+    _patched()
+    with dropout_off(model):
+        layers: dict[int, Any] = {}
+        for batch in batches:
+            with _recording(_Recorder("calibrate")) as recorder:
+                forward(model, batch)
+            layers = {id(layer): layer for layer in recorder.layers}
+            break
+        else:
+            raise OptionError("recalibrate() got no batch: pass at least one")
+        if not layers:
+            raise OptionError(
+                "forward calls no BatchNormalization layer of Keras 3 that is trainable, in training mode, and outside "
+                "of a tf.function: call model(batch, training=True)"
+            )
+        for layer in layers.values():
+            pooled: Moments | None = None
+            for batch in batches:
+                with _recording(_Recorder("calibrate", layer)) as recorder:
+                    forward(model, batch)
+                for moments in recorder.moments:
+                    pooled = moments if pooled is None else _pooled(pooled, moments)
+            if pooled is not None:
+                layer.moving_mean.assign(pooled.mean)
+                layer.moving_variance.assign(pooled.variance)
+
+
+def _forward(model: Any, batch: Any) -> Any:
+    return model(batch[0] if isinstance(batch, tuple) else batch, training=True)
+
+
+@contextmanager
+def _recording(recorder: _Recorder) -> Iterator[_Recorder]:
+    """Inside, on this thread, layers ask this recorder."""
+    before, _here.recorder = _here.recorder, recorder
+    try:
+        yield recorder
+    finally:
+        _here.recorder = before
 
 
 def _pooled(one: Moments, other: Moments) -> Moments:
@@ -135,33 +209,48 @@ def _over_replicas(own: Sequence[Moments]) -> list[Moments]:
 
 
 def _patched() -> bool:
-    """Makes Keras's layer ask `_here` what to do; whether there is such a layer at all.
+    """Makes the layers of Keras 3 and tf_keras ask `_here` what to do; whether one of the two is in use.
 
     The class is changed, not a layer, so layers are found wherever the model keeps them, and can be copied and saved.
     """
-    layers = [sys.modules.get(name) for name in ("keras.layers", "tf_keras.layers")]
-    for module in filter(None, layers):
-        cls: Any = module.BatchNormalization
-        if not hasattr(cls.call, "is_of_bigbatch"):
-            is_keras_3 = not module.__name__.startswith("tf_keras")
-            cls.call = _asking(cls.call, _recorded if is_keras_3 else None)
-    return any(layers)
+    wraps = {"keras.layers": _asking, "tf_keras.layers": _asking_in_tf_keras}
+    found = [(sys.modules[name], wrap) for name, wrap in wraps.items() if name in sys.modules]
+    with _patching:
+        for module, wrap in found:
+            cls: Any = module.BatchNormalization
+            if not hasattr(cls.call, "is_of_bigbatch"):
+                cls.call = wrap(cls.call)
+                cls.call.is_of_bigbatch = True
+    return bool(found)
 
 
-def _asking(plain: Callable[..., Any], recorded: Callable[..., Any] | None) -> Callable[..., Any]:
+def _asking(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         recorder = _here.recorder
         if recorder is None or not training or not self.trainable:
             return plain(self, inputs, training=training, mask=mask)
-        if recorder.mode == "frozen":
-            return plain(self, inputs, training=False, mask=mask)
         # moments that are computed in a graph of the model's own cannot be used outside of it
-        if recorded is None or getattr(self, "renorm", False) or recorder.graph is not current_graph():
+        can_record = recorder.graph is current_graph() and not getattr(self, "renorm", False)
+        if recorder.mode == "batch":
+            if can_record:
+                return _recorded(recorder, plain, self, inputs, mask)
             return plain(self, inputs, training=training, mask=mask)
-        return recorded(recorder, plain, self, inputs, mask)
+        if recorder.mode == "calibrate" and can_record and recorder.only in (None, self):
+            _recorded(recorder, plain, self, inputs, mask)
+        return plain(self, inputs, training=False, mask=mask)
 
-    call.is_of_bigbatch = True  # type: ignore[attr-defined]
+    return call
+
+
+def _asking_in_tf_keras(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Only "frozen" is supported. tf_keras looks at the arguments of `call`, so they are the same."""
+
+    @functools.wraps(plain)
+    def call(self: Any, inputs: Any, training: Any = None) -> Any:
+        is_frozen = _here.recorder is not None and _here.recorder.mode == "frozen"
+        return plain(self, inputs, training=False if is_frozen else training)
+
     return call
 
 

@@ -49,11 +49,11 @@ class Checkpoints(Resumable):
         history: History | None = None,
         **more: Any,
     ) -> None:
-        self._accumulator, self._model = accumulator, accumulator.model
+        self._accumulator, self._model = accumulator, accumulator._trained_model
         self._checkpoint = tf.train.Checkpoint(
-            model=accumulator.model, optimizer=accumulator.optimizer, accumulator=accumulator, **more
+            model=self._model, optimizer=accumulator._optimizer.saved, accumulator=accumulator, **more
         )
-        self._kinds = {"optimizer": kind_of(accumulator.optimizer)}
+        self._kinds = {"optimizer": ", ".join(map(kind_of, accumulator._optimizer.optimizers))}
         self._kinds |= {name: type(part).__qualname__ for name, part in more.items()}
         self._num_behind = 0
         super().__init__(folder, every=every, keep=keep, history=history)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from ..core import labels as core_labels
 from ..core.errors import GradientError, LossError, OptionError, OrderError, WeightError
 from ..core.weight import Terms, check_terms, is_number
+from .auxiliary import OTHER_ROWS
 from .gradients import wide_dtype
 from .weight import BAD_WEIGHT, WEIGHT
 
@@ -18,6 +19,10 @@ _REMEDY = "pass tape.gradient(loss, model.trainable_variables)"
 
 
 def check_model(model: Any) -> None:
+    if hasattr(model, "apply_gradients"):
+        raise OptionError(
+            f"model is a {type(model).__name__}, an optimizer: the model comes first, Accumulator(model, optimizer, …)"
+        )
     if not hasattr(model, "trainable_variables"):
         raise OptionError(
             f"the model is a {type(model).__name__}, which has no trainable_variables: pass a model of Keras, or a "
@@ -84,7 +89,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        for message, error_class in ((BAD_WEIGHT, WeightError), (_BAD_LOSS, LossError)):
+        for message, error_class in ((BAD_WEIGHT, WeightError), (_BAD_LOSS, LossError), (OTHER_ROWS, OptionError)):
             if message in error.message:
                 raise error_class(message) from None
         raise

@@ -50,6 +50,11 @@ def mapped(change: Callable[[tf.Tensor], tf.Tensor], gradients: Sequence[Gradien
     return [one(g) for g in gradients]
 
 
+def cast(gradient: Gradient, dtype: tf.DType) -> Gradient:
+    """A gradient in another dtype."""
+    return mapped(lambda g: tf.cast(g, dtype), [gradient])[0]
+
+
 def scaled(gradients: Sequence[Gradient], factor: tf.Tensor) -> list[Gradient]:
     return mapped(lambda g: g * tf.cast(factor, g.dtype), gradients)
 

@@ -35,8 +35,9 @@ def current_graph() -> Any:
 
 
 def layers_of(model: Any) -> list[Any]:
-    """All layers of a Keras model, including nested ones (Keras 3.15)."""
-    return list(model._flatten_layers()) if hasattr(model, "_flatten_layers") else []
+    """All layers of a Keras model, or of several, including nested ones (Keras 3.15)."""
+    models = getattr(model, "models", [model])
+    return [layer for each in models if hasattr(each, "_flatten_layers") for layer in each._flatten_layers()]
 
 
 @contextmanager

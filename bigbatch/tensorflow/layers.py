@@ -17,9 +17,11 @@ def batch_norms(model: Any) -> list[Any]:
     ]
 
 
-def warn_of_batch_norms(model: Any) -> None:
-    names = [layer.name for layer in batch_norms(model)]
-    warn_of_batch_norm(names, "freeze them", layer="BatchNormalization")
+def warn_of_batch_norms(model: Any, batch_norm: str) -> None:
+    names = [] if batch_norm == "frozen" else [layer.name for layer in batch_norms(model)]
+    warn_of_batch_norm(
+        names, 'pass batch_norm="frozen"', layer="BatchNormalization", has_pooled_statistics=batch_norm == "batch"
+    )
 
 
 def dropouts(model: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from . import gradients
-from .backward import Backward
+from .backward import Backward, Beside
 from .batch import num_micro_batches, num_samples, slice_rows_for_xla, take_micro_batch
 from .distributed import replicas
 from .sums import BatchGradient, LoopSums, is_kept_sparse
@@ -43,9 +43,11 @@ def accumulate(backward: Backward, tensors: Sequence[Any], micro_batch_size: int
     reference = own_total
     if is_total_first and replicas.is_shared():
         reference = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own_total)
-    sums, losses = _run(backward, traced, tensors, micro_batch_size, num, backward.shares(weights, reference))
+    shares = backward.shares(weights, reference)
+    sums, losses, beside = _run(backward, traced, tensors, micro_batch_size, num, shares, weights)
+    backward.batch_norms.update(beside.moments)
     if not replicas.is_shared():
-        return BatchGradient(sums, losses, own_total, num)
+        return BatchGradient(sums, losses, own_total, num, _aux(backward, beside.aux, own_total))
     is_divided_later = not is_total_first and backward.reduction == "mean"
     if is_divided_later:  # replicas have different references: w / own total becomes w
         sums, losses = gradients.scaled(sums, reference[0]), losses * reference
@@ -53,7 +55,13 @@ def accumulate(backward: Backward, tensors: Sequence[Any], micro_batch_size: int
     if is_divided_later:  # w becomes w / total
         correction = backward.shares(tf.ones_like(total), total)
         sums, losses = gradients.scaled(sums, correction[0]), losses * correction
-    return BatchGradient(sums, losses, reference if is_total_first else total, tf.cast(num, tf.int32))
+    total = reference if is_total_first else total
+    return BatchGradient(sums, losses, total, tf.cast(num, tf.int32), _aux(backward, beside.aux, total))
+
+
+def _aux(backward: Backward, sums: list[Any], total: tf.Tensor) -> list[tf.Tensor]:
+    """Aux counts by the first term of the loss."""
+    return [] if backward.auxiliary is None else backward.auxiliary.finished(sums, total[0])
 
 
 def _weigh(backward: Backward, tensors: Sequence[Any], micro_batch_size: int, num: Any) -> tf.Tensor:
@@ -72,34 +80,48 @@ def _weigh(backward: Backward, tensors: Sequence[Any], micro_batch_size: int, nu
 
 
 def _run(
-    backward: Backward, traced: Any, tensors: Sequence[Any], micro_batch_size: int, num: Any, shares: tf.Tensor
-) -> tuple[list[Any], tf.Tensor]:
-    """Adds up gradients and losses over all micro-batches, each times its share."""
+    backward: Backward,
+    traced: Any,
+    tensors: Sequence[Any],
+    micro_batch_size: int,
+    num: Any,
+    shares: tf.Tensor,
+    weights: tf.Tensor,
+) -> tuple[list[Any], tf.Tensor, Beside]:
+    """Adds up gradients and losses over all micro-batches, each times its share, and what is beside them."""
     like, variables = traced.structured_outputs[1], backward.variables()
-    sums = LoopSums(like, variables, num)
+    sums, auxiliary, batch_norms = LoopSums(like, variables, num), backward.auxiliary, backward.batch_norms
 
     def add(k: tf.Tensor, micro_batch: list[Any], state: Any) -> Any:
-        losses, states = state
+        losses, states, beside = state
 
         def added(backward: Any, share: tf.Tensor) -> tuple[Any, ...]:
-            own_losses, grads = backward(micro_batch, share)
-            return losses + own_losses, sums.add(states, k, grads)
+            own_losses, grads, own = backward(micro_batch, share)
+            aux = [] if auxiliary is None else auxiliary.add(beside.aux, k, own.aux, weights[k, 0])
+            return (
+                losses + own_losses,
+                sums.add(states, k, grads),
+                Beside(aux, batch_norms.pool(beside.moments, own.moments)),
+            )
 
         share = tf.gather(shares, k)
         if backward.weight is None:  # no micro-batch is empty
             return added(backward, share)
-        return backward.run_or_skip(share, added, lambda: (losses, sums.skip(states, k)))
+        num_rows = num_samples(micro_batch)
+        return backward.run_or_skip(share, num_rows, added, lambda: (losses, sums.skip(states, k), beside))
 
     def start() -> tuple[Any, ...]:
-        return tf.zeros(shares.shape[1:], WEIGHT), sums.start()
+        aux = [] if auxiliary is None else auxiliary.start(num)
+        return tf.zeros(shares.shape[1:], WEIGHT), sums.start(), Beside(aux, batch_norms.start())
 
     is_dense = all(isinstance(t, tf.Tensor) for t in tensors) and not any(map(is_kept_sparse, like, variables))
+    is_dense &= auxiliary is None or not auxiliary.has_rows
     if backward.jit_compile and is_dense and _is_good_for_xla(traced.graph):
-        losses, states = _loop_in_xla(add, start, tensors, micro_batch_size)
+        losses, states, beside = _loop_in_xla(add, start, tensors, micro_batch_size)
     else:
         num_parallel = _num_parallel(traced.graph, micro_batch_size)
-        losses, states = _loop(add, start(), tensors, micro_batch_size, num_parallel)
-    return sums.finished(states), losses
+        losses, states, beside = _loop(add, start(), tensors, micro_batch_size, num_parallel)
+    return sums.finished(states), losses, beside
 
 
 def _loop(body: _Body, state: Any, tensors: Sequence[Any], micro_batch_size: int, num_parallel: int) -> Any:

@@ -31,6 +31,16 @@ class Optimizer:
             )
 
     @property
+    def optimizers(self) -> list[Any]:
+        """The user's optimizers, of which there is one."""
+        return [self.optimizer]
+
+    @property
+    def saved(self) -> Any:
+        """What a checkpoint saves as the optimizer."""
+        return self.optimizer
+
+    @property
     def runs_in_graph(self) -> bool:
         """TF1's optimizers step in eager code only, because they create their slots in the first step."""
         return self._family != "v1"

@@ -28,6 +28,8 @@ class BatchGradient(NamedTuple):
     total: tf.Tensor
     """The total weights, term by term."""
     num_micro_batches: tf.Tensor
+    aux: Sequence[tf.Tensor] = ()
+    """The leaves of aux; the rows are those of this replica."""
 
 
 def is_kept_sparse(gradient: Gradient, variable: Any) -> bool:

@@ -1,20 +1,26 @@
 """The end of a window: the gradient of the whole batch is checked, clipped and applied, once."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from ..core.auxiliary import metrics
 from ..core.errors import LossError
 from ..core.exclusive import Exclusive
 from ..core.options import Option, check_clip
 from ..core.step import Step
 from ..core.weight import Reduction, from_terms
 from . import gradients
+from .auxiliary import Auxiliary
+from .batch_norm import BatchNorm
+from .distributed.replicas import trainable
+from .gradients import Gradient, cast
 from .internals import is_for_xla
 from .layers import warn_of_batch_norms
 from .nonfinite import SkippedSteps
-from .optimizer import Optimizer
+from .optimizers import AnyOptimizer
 from .sums import BatchGradient
 from .weight import WEIGHT
 
@@ -31,6 +37,8 @@ class Result(NamedTuple):
     num_micro_batches: tf.Tensor
     record: tf.Tensor | None = None
     """The record of skipped steps; see nonfinite.py."""
+    aux: Sequence[Any] = ()
+    """The leaves of aux for the whole batch."""
 
 
 class Update(tf.Module):
@@ -50,9 +58,10 @@ class Update(tf.Module):
     def __init__(
         self,
         model: Any,
-        optimizer: Optimizer,
+        optimizer: AnyOptimizer,
         strategy: tf.distribute.Strategy,
         reduction: Reduction,
+        batch_norm: BatchNorm,
         skipped_steps: SkippedSteps,
         exclusive: Exclusive,
         clip_norm: float | None,
@@ -63,6 +72,7 @@ class Update(tf.Module):
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._reduction: Reduction = reduction
         self._skipped_steps, self._exclusive = skipped_steps, exclusive
+        self._batch_norm: BatchNorm = batch_norm
         self.is_ready = False
         with strategy.scope():
             self.num_steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="num_steps")
@@ -76,7 +86,7 @@ class Update(tf.Module):
         self.is_ready = True
         with tf.init_scope(), self._strategy.scope():
             self._optimizer.build(self._model)
-        warn_of_batch_norms(self._model)
+        warn_of_batch_norms(self._model, self._batch_norm)
 
     def __call__(self, gradient: BatchGradient, *, is_loss_checked: bool = True) -> Result:
         """Across replicas: applies the gradient if it is finite and the window has any weight.
@@ -88,7 +98,7 @@ class Update(tf.Module):
         skipped_steps, is_scaling = self._skipped_steps, self._optimizer.is_scaling
         clipped, *clipping = self._strategy.run(self._clip, args=(gradient,))
         norm, is_finite, has_weight = map(self._of_one_replica, clipping)
-        losses, total, num_micro_batches = map(self._of_one_replica, gradient[1:])
+        losses, total, num_micro_batches = map(self._of_one_replica, gradient[1:4])
         if is_loss_checked and skipped_steps.policy.needs_finite_loss and not is_scaling:
             is_finite &= tf.reduce_all(tf.math.is_finite(losses))
 
@@ -116,7 +126,19 @@ class Update(tf.Module):
             lambda: tf.cond(has_weight, skip, skipped_steps.without_weight),
         )
         self.num_steps.assign_add(1)
-        return Result(losses, total, norm, has_weight & is_finite, num_micro_batches, tf.identity(skipped_steps.record))
+        is_applied, written = has_weight & is_finite, tf.identity(skipped_steps.record)
+        return Result(losses, total, norm, is_applied, num_micro_batches, written, gradient.aux)
+
+    def without_step(self, gradient: BatchGradient) -> tuple[list[Gradient], Result]:
+        """Across replicas: the clipped gradient without the loss scale, in the dtypes of the variables; no step."""
+        clipped, *clipping = self._strategy.run(self._clip, args=(gradient,))
+        norm, losses, total, num = map(self._of_one_replica, (clipping[0], *gradient[1:4]))
+        scale = self._optimizer.scaled(tf.ones([], WEIGHT))
+        grads = [
+            None if g is None else cast(gradients.scaled([self._of_one_replica(g)], 1 / scale)[0], v.dtype)
+            for g, v in zip(clipped, trainable(self._model), strict=True)
+        ]
+        return grads, Result(losses, total, norm, tf.constant(False), num, None, gradient.aux)
 
     def _of_one_replica(self, value: Any) -> tf.Tensor:
         """A value that is the same on all replicas, as one tensor."""
@@ -142,13 +164,13 @@ class Update(tf.Module):
             has_weight |= gradient.num_micro_batches > 0
         return grads, norm, tf.math.is_finite(norm), has_weight
 
-    def step(self, result: Result, micro_batch_size: int | None = None) -> Step:
+    def step(self, result: Result, micro_batch_size: int | None = None, auxiliary: Auxiliary | None = None) -> Step:
         """In eager code: the `Step` for the user. If the step was skipped, raises or stops first as the policy says."""
-        losses, total, norm, is_applied, num_micro_batches, record = result
+        losses, total, norm, is_applied, num_micro_batches, record, leaves = result
         is_scaling = self._optimizer.is_scaling
         if record is not None and self._skipped_steps.report(record, self._model, is_scaling=is_scaling):
             self._exclusive.changed()
-        return Step(
+        step = Step(
             terms=lambda: tuple(map(float, losses)),
             weight=lambda: from_terms(tuple(map(float, total))),
             grad_norm=lambda: float(norm),
@@ -157,3 +179,8 @@ class Update(tf.Module):
             is_applied=lambda: bool(is_applied),
             reduction=self._reduction,
         )
+        if auxiliary is not None:
+            step.aux = lambda: auxiliary.rebuilt(leaves)
+            step.metrics = lambda: metrics(step.aux)
+            step.summed = auxiliary.summed()
+        return step

@@ -11,7 +11,7 @@ from ..core.window import AccumulationSteps, steps_at
 from . import checks, gradients
 from .distributed import replicas
 from .internals import converted
-from .optimizer import Optimizer
+from .optimizers import AnyOptimizer
 from .sums import BatchGradient, SumVariables
 from .weight import where
 
@@ -31,7 +31,7 @@ class PartialWindow(tf.Module):
     def __init__(
         self,
         model: Any,
-        optimizer: Optimizer,
+        optimizer: AnyOptimizer,
         strategy: tf.distribute.Strategy,
         reduction: Reduction,
         accumulation_steps: AccumulationSteps | None,

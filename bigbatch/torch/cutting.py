@@ -1,5 +1,6 @@
 """How a batch is cut: along an axis of its tensors, as a list of samples, or by a function of the user's."""
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -123,13 +124,15 @@ class Cutting:
 
 
 def _checked_number(found: Any, name: str) -> int:
-    if isinstance(found, Tensor) and found.numel() == 1:
-        found = found.item()
-    if isinstance(found, bool) or not isinstance(found, int):
+    try:
+        number = operator.index(found)  # of NumPy's numbers and tensors too
+    except TypeError:
+        number = None
+    if number is None or isinstance(found, bool):
         raise BatchError(f"num_samples returned {found!r} for the {name}: return the number of its samples")
-    if found < 1:
-        raise BatchError(f"the {name} has {found} samples: leave empty batches out of the stream")
-    return found
+    if number < 1:
+        raise BatchError(f"the {name} has {number} samples: leave empty batches out of the stream")
+    return number
 
 
 def _parts(batch: Any, name: str, axis: BatchAxis, *, is_whole: bool = True) -> list[tuple[str, Any]]:

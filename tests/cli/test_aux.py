@@ -27,10 +27,40 @@ JAX = LOSS.format(logits="logits_of(model, batch[0])", correct="is_correct.sum()
 JAX = "\nlogits_of = logits\n" + JAX
 
 
+TENSORFLOW = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+def model():
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(12, "tanh"), keras.layers.Dense(3)])
+
+def batches(batch_size, epoch, seed):
+    x = np.random.default_rng((seed, epoch)).normal(size=(53, 6)).astype(np.float32)
+    return [(x[k : k + batch_size], x[k : k + batch_size, :3].argmax(1)) for k in range(0, 53, batch_size)]
+
+def loss(model, batch):
+    losses = keras.losses.sparse_categorical_crossentropy(batch[1], model(batch[0]), from_logits=True)
+    return tf.reduce_mean(losses)
+
+defaults = {"batch_size": 16, "micro_batch_size": 3, "epochs": 2, "lr": 0.05}
+"""
+TENSORFLOW += (
+    LOSS.format(
+        logits="model(batch[0])",
+        correct="tf.reduce_sum(tf.cast(is_correct, tf.int32))",
+        share="tf.reduce_mean(tf.cast(is_correct, tf.float32))",
+    )
+    .replace("logits.argmax(1) == batch[1]", "tf.equal(tf.argmax(logits, 1), batch[1])")
+    .replace("len(batch[1])", "tf.shape(batch[1])[0]")
+)
+
+
 def tasks() -> list[Any]:
     return [
         pytest.param(lambda folder: write_task(folder, TORCH), id="torch"),
         pytest.param(lambda folder: write(folder, JAX, start=EVEN), id="jax"),
+        pytest.param(lambda folder: write(folder, TENSORFLOW, start=""), id="tensorflow"),
     ]
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,59 @@ def test_tensorflow_mirrored() -> None:
     assert float(re.search(r"held-out digits: ([\d.]+)%", output)[1]) > 95
     assert "348 samples" in output
     assert "traces: 1" in output
+
+
+def new_lines(name: str) -> list[str]:
+    """The lines of NAME_after.py that are not in NAME_before.py, wherever they stand and however they are indented."""
+    before, after = (
+        Counter(line.strip() for line in (FOLDER / f"{name}_{which}.py").read_text().split('"""', 2)[2].splitlines())
+        for which in ("before", "after")
+    )
+    return [line for line in (after - before).elements() if line]
+
+
+def weights_of(name: str, folder: Path, *changes: tuple[str, str]) -> tuple[list[np.ndarray], list[str]]:
+    """The weights that an example ends with, if these changes are made to it, and the lines that it prints."""
+    text = (FOLDER / name).read_text(encoding="utf-8")
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    path = folder / "weights.npz"
+    text += f"\nimport numpy\nnumpy.savez({str(path)!r}, *[p.detach().numpy() for p in model.parameters()])\n"
+    (folder / name).write_text(text, encoding="utf-8")
+    output = run(str(folder / name), "-W", "error")
+    with np.load(path) as found:
+        return list(found.values()), output.splitlines()
+
+
+def apart(ours: list[np.ndarray], full: list[np.ndarray]) -> float:
+    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(ours, full, strict=True))
+
+
+def test_a_loop_with_two_optimizers_changes_in_six_lines(tmp_path: Path) -> None:
+    """Muon, AdamW, two schedules and the accuracy of each epoch, in float64; one optimizer alone gives other weights."""
+    assert len(new_lines("torch")) <= 6
+    full, full_lines = weights_of("torch_before.py", tmp_path)
+    ours, our_lines = weights_of("torch_after.py", tmp_path)
+    assert apart(ours, full) < 1e-12
+    assert our_lines == full_lines
+    assert float(re.search(r"accuracy ([\d.]+)%", full_lines[-1])[1]) > 95
+    one = ("(model, optimizers, loss", "(model, [muon], loss"), ("scheduler=schedulers", "scheduler=schedulers[:1]")
+    wrong, _ = weights_of("torch_after.py", tmp_path, *one)
+    assert apart(wrong, full) > 1e-3
+
+
+def test_a_loop_with_a_language_model_changes_in_four_lines(tmp_path: Path) -> None:
+    """Padded batches; Hugging Face computes the loss in float32. Counting unshifted labels gives other weights."""
+    assert len(new_lines("transformers")) <= 4
+    full, full_lines = weights_of("transformers_before.py", tmp_path)
+    ours, our_lines = weights_of("transformers_after.py", tmp_path)
+    assert apart(ours, full) < 1e-5
+    assert our_lines == full_lines
+    unshifted = ("weights.causal_lm_tokens", 'weights.tokens("labels")')
+    wrong, wrong_lines = weights_of("transformers_after.py", tmp_path, unshifted)
+    assert apart(wrong, full) > 1e-4
+    assert wrong_lines != full_lines
 
 
 JAX = ["jax_optax.py", "jax_nnx.py", "jax_linen.py", "jax_equinox.py"]

@@ -35,6 +35,9 @@ def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
         names = {
             "tf": tf,
+            "keras": keras,
+            "encoder": model,
+            "decoder": keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]),
             "model": model,
             "optimizer": optimizer,
             "micro_batches": micro_batches,

@@ -40,7 +40,7 @@ def trained(make: Any, sizes: tuple[int, ...], **options: Any) -> tuple[Accumula
 
 def places_of_loops(accumulator: Accumulator) -> set[str]:
     """Returns whether loops are inside functions that XLA compiles, or around them."""
-    (graph,) = [call.graph.as_graph_def() for call, _ in accumulator._graphs.made.values()]
+    (graph,) = [traced.call.graph.as_graph_def() for traced, _ in accumulator._graphs.made.values()]
     compiled = {f.signature.name for f in graph.library.function if f.attr["_XlaMustCompile"].b}
     found = {"around" for node in graph.node if "While" in node.op}
     for function in graph.library.function:

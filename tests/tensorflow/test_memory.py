@@ -60,7 +60,7 @@ def test_layers_that_update_variables_run_in_order(layer: Any) -> None:
         return keras.Sequential([keras.Input((6,)), type(layer).from_config(layer.get_config()), keras.layers.Dense(3)])
 
     ours, loop = make(), make()
-    Accumulator(ours, keras.optimizers.SGD(0.1), loss, 4).step(x)
+    Accumulator(ours, keras.optimizers.SGD(0.1), loss, 4, batch_norm="micro_batch").step(x)
     total = [tf.zeros(v.shape) for v in loop.trainable_variables]
     for start in range(0, 22, 4):
         part = x[start : start + 4]

@@ -623,6 +623,82 @@ def test_hugging_face_caches_are_refused_by_name() -> None:
         made(model, lambda model, batch: model(**batch), weight=shifted).step(batch)
 
 
+# --- with other options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["batch", "window"])
+def test_time_major_batches_have_rows_by_sample(way: str) -> None:
+    torch.manual_seed(0)
+    model = nn.LSTM(3, 4).double()
+    x, y = torch.randn(5, 7, 3, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        outputs, _ = model(batch[0])
+        return F.mse_loss(outputs[-1], batch[1]), {"last": outputs[-1], "error": (outputs[-1] - batch[1]).abs().mean()}
+
+    expected = loss(model, (x, y))[1]
+    accumulator = made(model, loss, 3, batch_axis=(1, 0), weight=lambda batch: len(batch[1]))
+    cut = Window((x[:, k : k + 3], y[k : k + 3]) for k in (0, 3, 6))
+    step = accumulator.step((x, y) if way == "batch" else cut)
+    assert_same(step.aux["last"], expected["last"])
+    assert_same(step.metrics["error"], expected["error"].item())
+    accumulator.loss = lambda model, batch: (loss(model, batch)[0], model(batch[0])[0])
+    with pytest.raises(OptionError, match=r"the shape \(5, 3, 4\) for 3 samples.*along its leading axis"):
+        accumulator.step((x, y))
+
+
+def test_lists_of_samples_have_rows() -> None:
+    def loss(model: nn.Module, samples: Any) -> Any:
+        return of_digits(model, {name: torch.stack([sample[name] for sample in samples]) for name in ("x", "y")})
+
+    model, batch = classifier(), digits()
+    samples = [{"x": x, "y": y} for x, y in zip(batch["x"], batch["y"], strict=True)]
+    expected = of_digits(model, batch)[1]["logits"]
+    assert_same(made(model, loss, cut="list").step(samples).aux["logits"], expected)
+
+
+def test_a_skipped_micro_batch_has_no_aux() -> None:
+    model, batch = classifier(), digits()
+    accumulator = made(model, of_digits, accumulation_steps=4, aux="mean")
+    accumulator.loss = lambda model, batch: (of_digits(model, batch)[0], of_digits(model, batch)[1]["accuracy"])
+    parts = nest.cut(batch, 4)[0]
+    for k, part in enumerate([parts[0], parts[1], parts[2], parts[3], parts[3]]):
+        with accumulator.micro_batch(weight=len(part["y"])) as micro:
+            if k == 1:
+                micro.skip()
+            else:
+                micro.backward(accumulator.loss(model, part))
+    step = accumulator.flush() or micro.step
+    assert step is not None
+    assert step.weight == 10
+
+
+def test_backward_returns_aux_too() -> None:
+    model, batch = classifier(), digits()
+    expected = of_digits(model, batch)[1]
+    step = made(model, of_digits).backward(batch)
+    assert not step.is_applied
+    assert_same(step.metrics["accuracy"], expected["accuracy"].item())
+    assert_same(step.aux["logits"], expected["logits"])
+
+
+def test_an_accumulator_verifies_its_own_loss() -> None:
+    assert made(classifier(), of_digits).verify(digits()).is_exact
+
+
+def test_batch_norm_counts_micro_batches_without_weight_as_the_full_batch_does() -> None:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 10)).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    batch = digits()
+    models[0](batch["x"])
+    accumulator = made(models[1], of_digits, weight=lambda part: float((part["y"] > 3).sum()))
+    with pytest.warns(UserWarning, match="BatchNorm"):
+        accumulator.step(batch)
+    assert_same(models[1][0].running_var, models[0][0].running_var)
+    assert_same(models[1][0].running_mean, models[0][0].running_mean)
+
+
 # --- verify --------------------------------------------------------------------------------------------------
 
 

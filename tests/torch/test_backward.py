@@ -127,6 +127,32 @@ def test_a_batch_without_weight_leaves_no_gradient() -> None:
     assert_untouched(accumulator, before)
 
 
+def test_running_statistics_are_updated_once() -> None:
+    def with_norm() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(5), make_model()).double()
+
+    plain, ours = with_norm(), with_norm()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BigBatchWarning)
+        Accumulator(ours, optimizer, loss, 4).backward(make_batch())
+    loss(plain, make_batch()).backward()
+    for now, full in zip(ours.buffers(), plain.buffers(), strict=True):
+        assert torch.allclose(now, full, rtol=1e-12)
+
+
+def test_aux_is_that_of_the_whole_batch() -> None:
+    def with_aux(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = model(batch[0])
+        return F.cross_entropy(logits, batch[1]), {"right": (logits.argmax(1) == batch[1]).sum(), "logits": logits}
+
+    accumulator = make(loss=with_aux, has_aux=True)
+    step = accumulator.backward(make_batch())
+    logits = accumulator.model(make_batch()[0])
+    assert torch.allclose(step.aux["logits"], logits, rtol=1e-12)
+    assert step.metrics == {"right": int((logits.argmax(1) == make_batch()[1]).sum())}
+
+
 # --- loops that need it ------------------------------------------------------------------------------------------
 
 

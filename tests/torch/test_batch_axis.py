@@ -292,6 +292,20 @@ def test_train_with_accumulation() -> None:
     assert (flat(model) - full).norm() <= 1e-12 * full.norm()
 
 
+@pytest.mark.parametrize("micro_batch_size", SIZES)
+def test_aux_has_a_row_for_each_sample(micro_batch_size: int) -> None:
+    def with_rows(model: nn.Module, batch: Any) -> Any:
+        logits = model(batch["x"], batch["mask"])
+        return loss(model, batch), {"last": logits[-1], "num": batch["mask"].sum()}
+
+    model = made(Recurrent)
+    expected = with_rows(model, ragged())[1]
+    options: dict[str, Any] = {"batch_axis": 1, "weight": num_tokens, "has_aux": True}
+    step = Accumulator(model, sgd(model), with_rows, micro_batch_size, **options).step(ragged())
+    torch.testing.assert_close(step.aux["last"], expected["last"].detach(), rtol=1e-12, atol=1e-12)
+    assert step.aux["num"] == LENGTHS.sum()
+
+
 def test_batch_axis_can_be_changed_between_steps() -> None:
     model = made(Recurrent)
     accumulator = Accumulator(model, sgd(model), loss, 2, weight=num_tokens, batch_axis=1)

@@ -208,6 +208,63 @@ def test_model_on_another_than_the_current_device() -> None:
     assert steps[1] == pytest.approx(steps[0], rel=1e-4)
 
 
+@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_two_fused_optimizers_skip_a_step_together_without_the_host(capture: bool) -> None:
+    def trained(bad_step: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        model = make_model()
+        weights, biases = ([p for p in model.parameters() if (p.ndim == 2) == kind] for kind in (True, False))
+        optimizers = [
+            torch.optim.AdamW(weights, lr=1e-2, fused=True),
+            torch.optim.SGD(biases, lr=0.1, momentum=0.9, fused=True),
+        ]
+
+        def steep(model: nn.Module, batch: Batch) -> Tensor:
+            """A large number in the batch makes the gradient of one bias infinite, and no other."""
+            x, y = batch
+            slope = (x[:, 0] - 1e5).relu().max() * 1e38
+            return loss(model, (x.clamp(max=1e4), y)) + slope * model[2].bias[0]
+
+        accumulator = Accumulator(model, optimizers, steep, 8, capture=capture)
+        good, bad = data(), data()
+        bad[0][9, 0] = 1e6
+        steps = []
+        for number in range(8):
+            if number == bad_step:
+                assert not accumulator.step(bad).is_applied
+            try:
+                torch.cuda.set_sync_debug_mode("error" if number > 5 else "default")
+                steps.append(accumulator.step(good))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert all(step.is_applied for step in steps)
+        return model, optimizers
+
+    with pytest.warns(BigBatchWarning, match=r"step 5 was skipped: the gradient of 2\.bias is not finite"):
+        ours, optimizers = trained(bad_step=4)
+    clean, _ = trained(bad_step=-1)
+    for a, b in zip(ours.parameters(), clean.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert {float(state["step"]) for state in optimizers[0].state.values()} == {8.0}
+
+
+def test_a_gradient_without_a_step_is_that_of_the_full_batch_in_float64() -> None:
+    full, ours = make_model(torch.float64), make_model(torch.float64)
+    batch = data(dtype=torch.float64)
+    accumulator = Accumulator(ours, fused(ours), loss, 8)
+    accumulator.step((batch[0] * torch.inf, batch[1]))  # which is not known to be skipped yet
+    loss(full, batch).backward()
+    with pytest.warns(BigBatchWarning, match="step 1 was skipped"):
+        step = accumulator.backward(batch)
+    for a, b in zip(ours.parameters(), full.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() <= 1e-12 * b.grad.norm()
+    assert not step.is_applied
+    ours.zero_grad()
+    with pytest.warns(BigBatchWarning, match=r"backward\(\) left no gradient for step 2"):
+        accumulator.backward((batch[0] * torch.inf, batch[1]))
+    assert all(p.grad is None for p in ours.parameters())
+
+
 def test_skipped_step_is_reported_with_the_next_one() -> None:
     model = make_model()
     accumulator = Accumulator(model, fused(model), loss, 8)

@@ -151,6 +151,66 @@ def test_the_optimizer_is_captured_too(name: str) -> None:
     assert bool(ours.optimizer.param_groups[0].get("capturable")) == (name in MARKED)
 
 
+def halves(first: Any, second: Any) -> Callable[[nn.Module], Any]:
+    """One kind of optimizer for the weights and one for the biases."""
+
+    def optimizers(model: nn.Module) -> Any:
+        weights, biases = ([p for p in model.parameters() if (p.ndim == 2) == kind] for kind in (True, False))
+        return [first(weights), second(biases)]
+
+    return optimizers
+
+
+def muon(held: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Muon(held, lr=1e-2)
+
+
+def captured_adamw(held: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(held, lr=1e-2, capturable=True)
+
+
+def plain_sgd(held: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(held, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "recorded"),
+    [((captured_adamw, plain_sgd), (True, True)), ((muon, captured_adamw), (False, True))],
+    ids=["adamw and sgd", "muon and adamw"],
+)
+def test_each_of_two_optimizers_is_captured_if_it_can_be(kinds: Any, recorded: tuple[bool, bool]) -> None:
+    _, ours = side_by_side(optimizer=halves(*kinds), steps=8, clip_norm=0.1)
+    assert tuple(one._graph is not None for one in ours._optimizers._captured) == recorded
+
+
+def test_an_overflow_holds_two_captured_optimizers_back() -> None:
+    def batches(step: int) -> Batch:
+        x, y = data(48)
+        if step == 4:
+            x[9] = 1e6
+        return x, y
+
+    eager, ours = side_by_side(optimizer=halves(captured_adamw, plain_sgd), batches=batches, steps=7, precision="fp16")
+    assert ours.scaler.get_scale() == eager.scaler.get_scale() < 65536
+
+
+def test_a_captured_gradient_that_was_left_is_not_overwritten() -> None:
+    """Recorded passes add to the same memory in each window."""
+    left: list[list[list[Any]]] = []
+    for capture in (False, True):
+        model = make_model(torch.float64)
+        accumulator = captured(model, optimizer=torch.optim.LBFGS(model.parameters()), capture=capture)
+        left.append([])
+        for step in range(5):
+            model.zero_grad()
+            accumulator.backward(data(53 - step % 2, torch.float64))
+            left[-1].append([p.grad for p in model.parameters()])
+    assert num_replays(accumulator) > 0
+    for eager, ours in zip(*left, strict=True):
+        for a, b in zip(eager, ours, strict=True):
+            assert float((a - b).norm()) <= 1e-12 * float(a.norm())
+
+
 @pytest.mark.parametrize("place", ["cuda", "cpu", None])
 def test_a_schedule_moves_a_captured_optimizer(place: str | None) -> None:
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -101,5 +101,9 @@ def test_repr_shows_what_is_not_at_its_default() -> None:
     accumulator.scheduler = torch.optim.lr_scheduler.ConstantLR(accumulator.optimizer)
     assert "loss=Identity, " in repr(accumulator)
     assert "scheduler=ConstantLR" in repr(accumulator)
+    model = make_model()
+    parameters = list(model.parameters())
+    both = [torch.optim.SGD(parameters[:1]), torch.optim.AdamW(parameters[1:])]
+    assert repr(Accumulator(model, both, loss, 4)).startswith("Accumulator(Sequential, (SGD, AdamW), loss=loss")
     copied = pickle.loads(pickle.dumps(make(loss=None)))
     assert repr(copied) == "Accumulator(Sequential, SGD, micro_batch_size=4) after 0 steps"

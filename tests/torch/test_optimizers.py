@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
 from bigbatch import BigBatchWarning, NonFiniteError, OptionError, OrderError
 from bigbatch.torch import Accumulator, train_with_accumulation
+from bigbatch.torch.optimizers import Optimizers
+from bigbatch.torch.sums import Sums
 from tests.problems import Problem, problems
 
 from .test_accumulator import assert_untouched, loss, make_batch, make_model, snapshot
@@ -233,6 +235,29 @@ def test_a_scaler_steps_past_an_optimizer_without_gradients() -> None:
     assert accumulator.step((x.float(), y)).is_applied
     assert len(accumulator.optimizer[0].state) == 1
     assert torch.equal(accumulator.model[0].bias, before)
+
+
+def test_the_device_can_skip_them_if_it_can_skip_each() -> None:
+    """Fused SGD cannot skip the step that creates its momentum; parameters of the other optimizer do not count."""
+    model = make_model()
+    weights, biases = weights_and_biases(model)
+    momentum = torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True)
+    adam = torch.optim.Adam(biases, fused=True)
+    both = Optimizers(model, [momentum, adam])
+    loss(model, make_batch()).backward()
+    sums = Sums((p, p.grad) for p in model.parameters())
+    assert not both.can_be_skipped_on_device(sums)
+    both.step()
+    assert both.can_be_skipped_on_device(sums)
+    assert not Optimizers(model, [momentum, torch.optim.Adam(biases)]).can_be_skipped_on_device(sums)
+    before = flat(model)
+    with both.skipping(torch.tensor(True)):
+        both.step()
+    assert torch.equal(flat(model), before)
+    with both.skipping(torch.tensor(False)):
+        both.step()
+    assert not any(torch.equal(now, then) for now, then in zip(flat(model), before, strict=True))
+    assert not hasattr(adam, "found_inf")
 
 
 def test_a_step_of_any_of_them_in_an_open_window_is_detected() -> None:

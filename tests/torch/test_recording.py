@@ -178,3 +178,22 @@ def test_rehearsals_do_not_count_for_batch_norm(mode: Any) -> None:
         models.append(model)
     for (name, ours), theirs in zip(models[1].state_dict().items(), models[0].state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_a_gradient_that_was_left_is_not_overwritten() -> None:
+    """Recorded passes add to the same memory in each window."""
+    left = []
+    for is_captured in (False, True):
+        model = make_model()
+        accumulator = Accumulator(model, torch.optim.LBFGS(model.parameters()), loss, 4, capture=is_captured)
+        torch.manual_seed(3)
+        kept = []
+        for step in range(5):
+            model.zero_grad()
+            accumulator.backward(data(13 - step % 2))
+            kept.append([p.grad for p in model.parameters()])
+        left.append(kept)
+    assert accumulator._captured is not None
+    assert accumulator._captured.num_replays > 0
+    for eager, captured in zip(*left, strict=True):
+        assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(eager, captured, strict=True))

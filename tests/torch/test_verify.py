@@ -698,6 +698,24 @@ def test_an_accumulator_of_sums_verifies_sums() -> None:
     assert not Accumulator(model, optimizer, summed, 8).verify(data())
 
 
+def test_an_accumulator_verifies_with_its_other_options() -> None:
+    def time_major(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        return loss(model, (batch[0].T, batch[1])), {"first": batch[1][0]}
+
+    model = classifier(nn.BatchNorm1d(12))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"batch_axis": (1, 0), "has_aux": True, "batch_norm": "frozen"}
+    accumulator = Accumulator(model, optimizer, time_major, 8, **options)
+    x, y = data()
+    assert accumulator.verify((x.T.contiguous(), y)).is_exact
+    cut = Accumulator(model, optimizer, loss, 8, cut=lambda batch, sizes: cut_by(batch, sizes), batch_norm="frozen")
+    assert cut.verify((x, y)).is_exact
+
+
+def cut_by(batch: Batch, sizes: list[int]) -> list[Batch]:
+    return list(zip(*(part.split(sizes) for part in batch), strict=True))
+
+
 def test_an_accumulator_that_cannot_verify_says_why() -> None:
     with pytest.raises(OptionError, match=r"verify\(\) does not know where to cut the batch: set micro_batch_size, or"):
         accumulator_of(classifier()).verify(data())

@@ -9,7 +9,7 @@ import tensorflow as tf
 from ...core.errors import OptionError
 from ...core.step import Step
 from ...core.verify.result import Verification
-from ...tensorflow import Accumulator, verify
+from ...tensorflow import Accumulator
 from ...tensorflow.batch import Layout, batch_size
 from ..config import Config
 from ..run import randomness
@@ -82,8 +82,7 @@ class TensorFlowEngine(Engine):
 
     def verify(self, batch: Any) -> Verification:
         with tf.device(self.device), task_errors():
-            options: dict[str, Any] = {"has_aux": True} if self.task.has_aux else {}
-            return verify(self.model, batch, self.task.loss, self.micro_batch_size, weight=self.task.weight, **options)
+            return self.accumulator.verify(batch)
 
 
 def _device_of(name: str | None) -> str:

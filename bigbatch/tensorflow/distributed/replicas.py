@@ -98,7 +98,12 @@ def total(strategy: tf.distribute.Strategy, weights: Sequence[Any]) -> tf.Tensor
                 f"micro-batch {number} has {first.shape[0]} weights, those before it in the window have {num_terms}: "
                 "give every micro-batch the same terms"
             )
-    own = [tf.add_n(each) for each in zip(*local, strict=True)]
+    return added(strategy, weights)
+
+
+def added(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> tf.Tensor:
+    """Across replicas: the sum of values of one shape, each a tensor per replica."""
+    own = [tf.add_n(each) for each in zip(*map(strategy.experimental_local_results, values), strict=True)]
     if strategy.num_replicas_in_sync == 1:
         return own[0]
     return strategy.reduce(tf.distribute.ReduceOp.SUM, _distributed(strategy, own), axis=None)

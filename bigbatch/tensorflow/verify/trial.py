@@ -108,7 +108,7 @@ class Trial(trial.Trial):
 
     def layer_causes(self) -> list[str]:
         names = [layer.name for layer in batch_norms(self.model)]
-        return batch_norm_causes(names, "freeze them", layer="BatchNormalization")
+        return batch_norm_causes(names, 'pass batch_norm="frozen"', layer="BatchNormalization")
 
     def quiet(self) -> AbstractContextManager[None]:
         return with_value(batch_norms(self.model), "trainable", False)  # then it uses its moving statistics

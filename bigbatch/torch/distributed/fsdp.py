@@ -147,11 +147,11 @@ class Sharded(SeveralRanks):
 
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:
-        buffers = list(self._model.buffers())
-        before = [buffer.clone() for buffer in buffers]
+        before = [(buffer, internals.VERSION(buffer), buffer.clone()) for buffer in self._model.buffers()]
         yield
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
+        for buffer, version, value in before:
+            if internals.VERSION(buffer) != version:  # what did not change keeps its version: others compare it
+                buffer.copy_(value)
 
     # --- one micro-batch at a time -----------------------------------------------------------------------
 
