@@ -262,7 +262,7 @@ keras: JAX divides by the number of micro-batches | keras/backends/jax.py | test
 - sample_share = loss.share(jnp.asarray(checks.batch_size(micro_batch), dtype), size)
 + sample_share = jnp.asarray(1 / -(-size // self.step.micro_batch_size), dtype)
 keras: torch does not zero gradients between steps | keras/backends/torch.py | test-keras-torch
-- model.zero_grad()
+- self.step.model.zero_grad()
 -         self._wide: dict[int, Tensor] = {}
 + pass
 +         self._wide: dict[int, Tensor] = {}

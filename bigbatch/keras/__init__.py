@@ -14,6 +14,7 @@ if tuple(map(int, _keras.__version__.split(".")[:2])) < (3, 8):
     )
 
 from .accumulate import accumulate
+from .recalibrate import recalibrate
 from .verify import verify
 
-__all__ = ["accumulate", "verify"]
+__all__ = ["accumulate", "recalibrate", "verify"]

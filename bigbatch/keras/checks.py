@@ -41,11 +41,30 @@ def check_train_step(model: Any, *, is_ours: bool) -> None:
     name = "compute_loss_and_updates"  # the part of JAX's step that a class may replace
     if is_own or getattr(cls, name, None) is not getattr(keras.Model, name, None):
         raise OptionError(
-            f"{cls.__name__} has a train_step of its own, which accumulate() would replace: move your changes "
-            "to compute_loss() or compute_metrics(), or use the Accumulator of your backend in a loop"
+            f"{cls.__name__} has a train_step of its own, which accumulate() would replace: pass the part of it that "
+            "computes the loss, as accumulate(model, …, loss=function) with function(model, x, y, sample_weight), or "
+            "move your changes to compute_loss() or compute_metrics()"
         )
+
+
+def check_nnx() -> None:
+    """Raises OptionError if Keras would not call the step of the model."""
     if keras.backend.backend() == "jax" and getattr(keras.config, "is_nnx_enabled", lambda: False)():
         raise OptionError("Keras in NNX mode does not call the model's own train_step: set KERAS_NNX_ENABLED=false")
+
+
+def check_loss(loss: Any, weight: Any) -> None:
+    """Raises OptionError unless these are functions, and a weight comes with a loss."""
+    for name, value, example in (
+        ("loss", loss, "loss(model, x, y, sample_weight)"), ("weight", weight, "weight(x, y, sample_weight)")
+    ):  # fmt: skip
+        if value is not None and (not callable(value) or isinstance(value, keras.losses.Loss)):
+            raise OptionError(
+                f"{name} is {value!r}: pass a function, which is called as {example}; a loss of Keras belongs into "
+                "model.compile()"
+            )
+    if weight is not None and loss is None:
+        raise OptionError("weight= says what loss= divides by, and there is no loss=: pass both, or leave it out")
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -77,8 +96,18 @@ def check_replicas(num_replicas: int, has_own_loss: bool) -> None:
     """Raises OptionError if there are several replicas and the model has its own compute_loss."""
     if num_replicas > 1 and has_own_loss:
         raise OptionError(
-            f"the model has a compute_loss of its own and {num_replicas} replicas, and bigbatch cannot tell whether it "
-            "divides by them: pass compile() a loss instead, or train on one device"
+            f"the model has a compute_loss of its own, or loss=, and {num_replicas} replicas, and bigbatch cannot tell "
+            "whether it divides by them: pass compile() a loss instead, or train on one device"
+        )
+
+
+def check_one_replica(model: Any) -> None:
+    """Raises OptionError if the model trains on several replicas of a tf.distribute strategy."""
+    strategy = getattr(model, "_distribute_strategy", None)
+    if strategy is not None and strategy.num_replicas_in_sync > 1:
+        raise OptionError(
+            f"accumulation_steps works on one replica, and the model has {strategy.num_replicas_in_sync}: let the "
+            "dataset yield whole batches, and pass micro_batch_size to accumulate() instead"
         )
 
 
@@ -99,5 +128,11 @@ def batch_norms(model: Any) -> list[str]:
     return names
 
 
-def warn_of_layers(model: Any) -> None:
-    warn_of_batch_norm(batch_norms(model), "set layer.trainable = False", layer="BatchNormalization")
+def warn_of_layers(model: Any, batch_norm: str) -> None:
+    if batch_norm != "frozen":
+        warn_of_batch_norm(
+            batch_norms(model),
+            'pass batch_norm="frozen"',
+            layer="BatchNormalization",
+            has_pooled_statistics=batch_norm == "batch",
+        )

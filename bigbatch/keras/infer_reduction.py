@@ -27,7 +27,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from ..core.errors import BatchError, BigBatchError
 from ..core.weight import counted, share
 from . import checks, loss
-from .loss import Batch, Kind, Reductions, Term
+from .loss import Batch, Kind, Own, Reductions, Term
 
 Rows = Callable[[Any, int, int], Any]
 
@@ -38,7 +38,14 @@ _SAME = 1e-6
 
 
 def infer_reduction(
-    model: Any, batch: Batch, micro_batch_size: int, run: Callable[..., Any], rows: Rows
+    model: Any,
+    batch: Batch,
+    micro_batch_size: int,
+    run: Callable[..., Any],
+    rows: Rows,
+    own: Own | None = None,
+    *,
+    is_cut: bool = True,
 ) -> tuple[Reductions, list[str]]:
     """What each term divides by, and warnings about terms that cannot be cut. If the model raises, that is one too.
 
@@ -48,17 +55,21 @@ def infer_reduction(
         micro_batch_size: The number of samples in a micro-batch.
         run: `run(x, training=…)` returns the outputs of the model.
         rows: `rows(tensor, start, stop)` returns rows of a tensor.
+        own: A loss function in place of the model's train_step, which is then measured alone.
+        is_cut: Whether metrics see whole batches, which call() never does.
     """
+    if own is not None and own.weight is not None:
+        return Reductions(), []
     size = checks.batch_size(batch, may_be_empty=True)
     num = min(size, max(2, min(micro_batch_size, _MAX_SAMPLES)))
     if num < 2:
         return Reductions(), []
-    inference = _Inference(model, _spread(batch, size, num), num, run, rows)
+    inference = _Inference(model, _spread(batch, size, num), num, run, rows, is_cut)
     reductions = Reductions()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the step itself warns
-            reductions = inference.result()
+            reductions = inference.result() if own is None else inference.of_function(own)
     except BigBatchError:
         raise
     except Exception as error:
@@ -92,11 +103,12 @@ class _Forward(NamedTuple):
 class _Inference:
     """See `infer_reduction`. Uses the first `num` samples of `batch`."""
 
-    def __init__(self, model: Any, batch: Batch, num: int, run: Callable[..., Any], rows: Rows) -> None:
+    def __init__(self, model: Any, batch: Batch, num: int, run: Callable[..., Any], rows: Rows, is_cut: bool) -> None:
         self.model = model
         self.batch = batch
         self.run = run
         self.rows = rows
+        self.is_cut = is_cut
         ends = sorted({0, max(1, num // 4), 2 * max(1, num // 4), num})  # of several sizes, if there are three
         self.cuts = [(0, num), *itertools.pairwise(ends)]
         self.rounding = _rounding(*(layer.compute_dtype for layer in model._flatten_layers()))
@@ -112,14 +124,35 @@ class _Inference:
             return self.own_loss(cuts, layer_exponents)
         return Reductions(self.kinds(cuts), layer_exponents=layer_exponents)
 
+    def of_function(self, own: Own) -> Reductions:
+        """The exponent of a loss function that calls the model itself. With BatchNormalization a mean is assumed."""
+        if checks.batch_norms(self.model):
+            return Reductions()
+        batches = [self.rows_of(*cut) for cut in self.cuts]
+        self.whole, *cuts = [
+            _Forward(batch, None, [], stop - start) for batch, (start, stop) in zip(batches, self.cuts, strict=True)
+        ]
+
+        def value(forward: _Forward) -> float:
+            return _number(own.loss(self.model, *forward.batch))
+
+        exponent = self.exponent(
+            "the loss function", value(self.whole), [*map(value, cuts)], cuts, lambda: value(self.whole)
+        )
+        return Reductions(own_exponent=exponent)
+
     def forwards(self, *, training: bool = False) -> list[_Forward]:
         return [self.forward(*cut, training=training) for cut in self.cuts]
 
-    def forward(self, start: int, stop: int, *, training: bool = False) -> _Forward:
+    def rows_of(self, start: int, stop: int) -> Batch:
         def cut(leaf: Any) -> Any:
             return self.rows(leaf, start, stop) if _has_rows(leaf) else leaf
 
-        batch = tree.map_structure(cut, self.batch)
+        batch: Batch = tree.map_structure(cut, self.batch)
+        return batch
+
+    def forward(self, start: int, stop: int, *, training: bool = False) -> _Forward:
+        batch = self.rows_of(start, stop)
         y_pred = self.run(batch[0], training=training)
         return _Forward(batch, y_pred, list(self.model.losses), stop - start)
 
@@ -241,7 +274,7 @@ class _Inference:
         whole = value(self.whole)
         exponent = self.exponent("compute_loss", whole, [*map(value, cuts)], cuts, lambda: value(self.whole))
         reductions = Reductions({}, exponent, layer_exponents, is_bound())
-        if reductions.is_bound and (metrics := [metric.name for metric in self.model._metrics]):
+        if self.is_cut and reductions.is_bound and (metrics := [metric.name for metric in self.model._metrics]):
             stay = "stays as it is" if len(metrics) == 1 else "stay as they are"
             self.messages.append(
                 "compute_loss uses what call() left on the model, which belongs to one micro-batch, so the metric "

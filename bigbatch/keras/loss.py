@@ -49,7 +49,7 @@ class Kind(NamedTuple):
     exponent: int = 1
     """The loss of N samples is their sum divided by N ** exponent: 0 for a sum, 1 for a mean, 2 for a mean that is
     divided by N again. See `share_of`."""
-    weight_from: Literal["mask", "sample_weight"] | None = None
+    weight_from: Literal["mask", "sample_weight", "function"] | None = None
     """What the loss divides by instead of the number of samples."""
 
 
@@ -65,6 +65,20 @@ class Reductions:
     """`Kind.exponent` of each of model.losses; all 1 if empty."""
     is_bound: bool = False
     """Whether compute_loss uses what call() left on the model, so that it cannot be called for the whole batch."""
+
+
+class Own(NamedTuple):
+    """A loss function in place of the model's train_step: it calls the model itself."""
+
+    loss: Callable[..., Any]
+    """`loss(model, x, y, sample_weight)` returns the loss of a micro-batch."""
+    weight: Callable[..., Any] | None
+    """`weight(x, y, sample_weight)` returns what it divides by, if not the number of samples."""
+
+    @property
+    def spec(self) -> "LossSpec":
+        kinds = () if self.weight is None else (Kind(weight_from="function"),)
+        return LossSpec(kinds, True, False, False, False, None, own=self)
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,8 @@ class LossSpec:
     outputs: Any
     """The model's output, with a KerasTensor in place of each tensor and of its mask."""
     reductions: Reductions = Reductions()
+    own: Own | None = None
+    """The loss function that takes the place of all of these, if any."""
 
     def with_reductions(self, reductions: Reductions) -> "LossSpec":
         kinds = tuple(reductions.kinds.get(number, kind) for number, kind in enumerate(self.kinds))
@@ -260,6 +276,8 @@ def weigh(term: Term, kind: Kind, num: Any) -> Any:
 
 def weights(model: Any, spec: LossSpec, batch: Batch, y_pred: Any, num: Any, dtype: str) -> Any:
     """The weights of all terms, in one tensor."""
+    if spec.own is not None and spec.own.weight is not None:
+        return ops.stack([ops.cast(ops.convert_to_tensor(spec.own.weight(*batch)), dtype)])
     pairs = zip(terms(model, batch, y_pred), spec.kinds, strict=True)
     return ops.stack([ops.cast(weigh(term, kind, num), dtype) for term, kind in pairs])
 
@@ -273,10 +291,28 @@ def value_of(term: Term, kind: Kind) -> Any:
     return ops.sum(term.loss(term.y_true, term.y_pred, weight))
 
 
+class MicroLoss(NamedTuple):
+    """The loss of a micro-batch times its share."""
+
+    value: Any
+    layer_losses: Any
+    """The part of it that comes from model.losses."""
+    terms: list[Any]
+    """The losses that compile() was given, each times its own share, without their factors."""
+
+
 def micro_loss(
-    model: Any, spec: LossSpec, batch: Batch, y_pred: Any, losses: Any, sample_share: Any, term_shares: Any
-) -> tuple[Any, Any]:
-    """The loss of a micro-batch times its share, and the part of it that comes from model.losses.
+    model: Any,
+    spec: LossSpec,
+    batch: Batch,
+    y_pred: Any,
+    losses: Any,
+    sample_share: Any,
+    term_shares: Any,
+    *,
+    keeps_updates: bool = False,
+) -> MicroLoss:
+    """The loss of a micro-batch times its share, and its parts.
 
     Args:
         model: The compiled model.
@@ -286,7 +322,18 @@ def micro_loss(
         losses: model.losses after that call.
         sample_share: n_k / N.
         term_shares: w_tk / W_t for each term whose weight is not the number of samples.
+        keeps_updates: Whether metrics that the model's own compute_loss updates see the micro-batch. If not, what it
+            assigns is dropped, because it is called again for the whole batch.
     """
+    if spec.own is not None:
+        factor = share_of(sample_share, spec.reductions.own_exponent) if spec.own.weight is None else term_shares[0]
+        value = ops.cast(ops.convert_to_tensor(spec.own.loss(model, *batch)), sample_share.dtype)
+        if len(value.shape):
+            raise LossError(
+                f"the loss function returned a tensor of shape {tuple(value.shape)}: return one number, the mean over "
+                "the micro-batch"
+            )
+        return MicroLoss(core_weight.counted(value, factor, ops.where), 0.0, [])
     exponents = spec.reductions.layer_exponents
     exponents = exponents if len(exponents) == len(losses) else (1,) * len(losses)
     scaled = [
@@ -296,17 +343,17 @@ def micro_loss(
     layer_losses = sum(scaled, 0.0)
     if spec.has_own_loss:
         own = share_of(sample_share, spec.reductions.own_exponent)
-        # metrics that it updates must see the whole batch, so what it assigns here is dropped
-        with losses_of(model, [loss / own for loss in scaled]), stateless():
+        with losses_of(model, [loss / own for loss in scaled]), nullcontext() if keeps_updates else stateless():
             x, y, sample_weight = batch
             loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-        return own * ops.cast(loss, sample_share.dtype), layer_losses
-    total = layer_losses
+        return MicroLoss(own * ops.cast(loss, sample_share.dtype), layer_losses, [])
+    total, values = layer_losses, []
     for i, (term, kind) in enumerate(zip(terms(model, batch, y_pred), spec.kinds, strict=True)):
         factor = term_shares[i] if kind.weight_from else share_of(sample_share, kind.exponent)
         loss = core_weight.counted(ops.cast(value_of(term, kind), sample_share.dtype), factor, ops.where)
+        values.append(loss)
         total = total + (loss if term.factor is None else loss * term.factor)
-    return total, layer_losses
+    return MicroLoss(total, layer_losses, values)
 
 
 def stateless() -> Any:

@@ -374,6 +374,7 @@ class _Group:
         numbers = torch.arange(len(layers))
         self._layer_of = numbers.repeat_interleave(torch.tensor(self.sizes)).to(device)
         self._lost = torch.tensor([_lost(layer.module) for layer in layers], dtype=self.wide).to(device)
+        self._lost_by_channel = self._lost[self._layer_of]
         self._momenta: tuple[Any, ...] = ()
 
     def clear(self) -> None:
@@ -393,8 +394,8 @@ class _Group:
         num_calls = max(layer.num_calls for layer in self.layers)
         if num_calls:
             means, variances, numbers = zip(*(layer.rows[0] for layer in self.layers), strict=True)
-            number, lost = (each[self._layer_of] for each in (torch.cat(numbers), self._lost))
-            add_statistics(self.state, torch.cat(means), torch.cat(variances), number, lost)
+            number = torch.cat(numbers)[self._layer_of]
+            add_statistics(self.state, torch.cat(means), torch.cat(variances), number, self._lost_by_channel)
         if num_calls > 1:  # layers that are used several times
             for part, layer, lost in zip(self.state.split(self.sizes, 1), self.layers, self._lost, strict=True):
                 for row in layer.rows[1 : layer.num_calls]:
@@ -405,7 +406,7 @@ class _Group:
     def update(self, ranks: Ranks) -> None:
         """Updates the running statistics of the layers that ran, unless something is not finite."""
         count, mean, squares = self.state.unbind()
-        lost = self._lost[self._layer_of]
+        lost = self._lost_by_channel
         if ranks.is_distributed:
             count, mean, squares = over_ranks(self.state, ranks.sum_over_ranks)
             lost = torch.ones_like(lost)
@@ -431,12 +432,12 @@ class _Group:
             self._momenta = momenta
             given = [0.0 if momentum is None else momentum for momentum in momenta]
             self._given = torch.tensor(given, dtype=self.wide).to(self.state.device)
+            self._is_average = torch.tensor([momentum is None for momentum in momenta]).to(self.state.device)
         if None not in momenta:
             return self._given
         counts = [layer.module.num_batches_tracked for layer in self.layers]
         tracked = [self._given.new_zeros(()) if count is None else count.to(self.wide) for count in counts]
-        is_average = torch.tensor([momentum is None for momentum in momenta]).to(self.state.device)
-        return torch.where(is_average, 1 / (torch.stack(tracked) + 1), self._given)
+        return torch.where(self._is_average, 1 / (torch.stack(tracked) + 1), self._given)
 
 
 def add_statistics(state: Tensor, mean: Tensor, var: Tensor, number: Tensor, lost: Tensor) -> None:

@@ -68,7 +68,15 @@ def clean():
     keras.backend.clear_session(free_memory=False)
 
 
-EAGER = {"test_accumulate", "test_fit", "test_infer_reduction", "test_verify"}
+EAGER = {
+    "test_accumulate",
+    "test_fit",
+    "test_infer_reduction",
+    "test_verify",
+    "test_windows",
+    "test_batch_norm",
+    "test_own_step",
+}
 """Modules about what a step does and refuses, not about graphs; tracing a graph takes ten times as long as a step."""
 
 

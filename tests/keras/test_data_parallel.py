@@ -13,6 +13,7 @@ from bigbatch.keras import accumulate
 
 from ..collectives import collectives
 from .cases import gap, sgd
+from .test_windows import Feed
 
 SIZE = 24
 draw = np.random.default_rng(0)
@@ -157,3 +158,15 @@ def test_devices_draw_different_dropout_masks() -> None:
         gradient = before - model.get_weights()[0]
         assert set(np.unique(gradient)) > {0.5, 1.0}
         assert model.layers[0].seed_generator.state.numpy()[1] == step
+
+
+@pytest.mark.usefixtures("float64")
+def test_windows() -> None:
+    """Micro-batches of 8, 4 and 12 samples, each split over the devices."""
+    data = [(X[a:b], Y[a:b]) for a, b in ((0, 8), (8, 12), (12, 24))]
+    plain = fit("mean", None)
+    share(4)
+    model = make(mlp, None, loss="mse", metrics=["mae"])
+    accumulate(model, accumulation_steps=3)
+    history = model.fit(Feed(data), epochs=2, shuffle=False, verbose=0).history
+    assert gap((model, history), plain) < 1e-12

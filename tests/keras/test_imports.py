@@ -21,7 +21,7 @@ def test_no_framework_beyond_what_keras_imports() -> None:
 def test_public_names() -> None:
     import bigbatch.keras
 
-    assert bigbatch.keras.__all__ == ["accumulate", "verify"]
+    assert bigbatch.keras.__all__ == ["accumulate", "recalibrate", "verify"]
 
 
 def test_missing_keras_names_the_extra() -> None:

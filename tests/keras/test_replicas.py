@@ -324,3 +324,30 @@ def test_two_workers(tmp_path: Path) -> None:
             assert gap((ours, result["history"]), (plain, history)) < 1e-12
             expected = plain.evaluate(**case.data(), batch_size=20, verbose=0, return_dict=True)
             assert result["evaluated"]["accuracy"] == pytest.approx(expected["accuracy"])
+
+
+@pytest.mark.usefixtures("float64", "eagerly")
+@pytest.mark.filterwarnings("ignore:1 BatchNormalization layer:bigbatch.BigBatchWarning")
+def test_moving_statistics_are_those_of_all_replicas() -> None:
+    """Of 19 samples 14 are in the first batch, 7 on each replica, and 3 and 2 in the second."""
+
+    def fit(micro_batch_size: int | None) -> list[np.ndarray]:
+        keras.utils.set_random_seed(7)
+        model = keras.Sequential([layers.Input((64,)), layers.BatchNormalization(momentum=0.7), layers.Dense(10)])
+        if micro_batch_size:
+            accumulate(model, micro_batch_size)
+        model.compile(sgd(), **entropy()())
+        data = {name: array[:19] for name, array in images()().items()}
+        model.fit(**data, batch_size=14, epochs=2, shuffle=False, verbose=0)
+        return [model.layers[0].moving_mean.numpy(), model.layers[0].moving_variance.numpy()]
+
+    plain = fit(None)
+    with STRATEGY.scope():
+        np.testing.assert_allclose(fit(3), plain, rtol=1e-10, atol=1e-12)
+
+
+def test_windows_are_refused() -> None:
+    with STRATEGY.scope():
+        model = mlp()
+    with pytest.raises(OptionError, match="accumulation_steps works on one replica, and the model has 2"):
+        accumulate(model, accumulation_steps=4)

@@ -9,6 +9,7 @@ from keras import layers
 
 from bigbatch import OptionError
 from bigbatch.keras import accumulate, verify
+from bigbatch.keras.backends.step import FitStep
 
 from .cases import CASES, Case
 from .test_infer_reduction import CLASS, TARGET, WEIGHT, Variational, X, mlp, noisy, root
@@ -111,6 +112,48 @@ def test_a_step_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.total_error == pytest.approx(0.01, rel=0.01)
 
 
+@pytest.mark.any_backend
+@pytest.mark.usefixtures("float64")
+def test_the_short_form() -> None:
+    """Cuts the batch into parts of different sizes, or as the model is accumulated."""
+    model = compiled(mlp)
+    assert verify(model, X, TARGET)
+    assert verify(model, X, TARGET, WEIGHT)
+    assert verify(accumulate(model, 3), X, TARGET)
+    assert verify(accumulate(model, 64), X, TARGET)
+    assert verify(model, X[:2], TARGET[:2])
+    assert verify(model, X[:3], TARGET[:3])
+    assert not verify(compiled(mlp, loss=root), X, TARGET)
+
+
+@pytest.mark.usefixtures("float64")
+def test_accumulation_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fit gets the batch in micro-batches; the control shows that its step is the one that is verified."""
+    from bigbatch.keras import loss
+
+    model = accumulate(compiled(mlp), accumulation_steps=4)
+    optimizer = model.optimizer
+    assert verify(model, X, TARGET, WEIGHT, micro_batch_size=5)
+    assert model.optimizer is optimizer
+    assert FitStep.of(model).accumulation_steps == 4
+    monkeypatch.setattr(loss, "share_of", lambda share, exponent: share**exponent * 1.01)
+    found = verify(model, X, TARGET)
+    assert found.total_error == pytest.approx(0.01, rel=0.01)
+
+
+@pytest.mark.usefixtures("float64")
+def test_frozen_batch_normalization() -> None:
+    """The full batch is frozen, too, so the gradient is exact."""
+
+    def build() -> Any:
+        return keras.Sequential([layers.Input((6,)), layers.BatchNormalization(), layers.Dense(4)])
+
+    model = compiled(build)
+    assert not verify(model, X, TARGET)
+    assert verify(accumulate(model, 5, batch_norm="frozen"), X, TARGET)
+    assert verify(accumulate(model, accumulation_steps=4, batch_norm="frozen"), X, TARGET)
+
+
 def test_sparse_gradients() -> None:
     def build() -> Any:
         return keras.Sequential([layers.Input((1,), dtype="int32"), layers.Embedding(4, 3), layers.Dense(4)])
@@ -127,5 +170,7 @@ def test_refused() -> None:
         verify(model, X, TARGET, micro_batch_size=17)
     with pytest.raises(OptionError, match="the batch has one sample"):
         verify(model, X[:1], TARGET[:1], micro_batch_size=1)
+    with pytest.raises(OptionError, match=r"x has a .* in it: verify\(\) takes one batch"):
+        verify(model, iter([(X, TARGET)]))
     with pytest.raises(OptionError, match="pass a whole number"):
         verify(model, X, TARGET, micro_batch_size=0)

@@ -158,6 +158,28 @@ def test_random_numbers_of_the_host_are_refused() -> None:
         trained(True, loss=lambda model, batch: loss(model, batch) * random.random())
 
 
+@pytest.mark.filterwarnings("ignore::bigbatch.BigBatchWarning")
+@pytest.mark.parametrize("mode", ["batch", "micro_batch", "frozen"])
+def test_rehearsals_do_not_count_for_batch_norm(mode: Any) -> None:
+    models = []
+    for captures in (False, True):
+        torch.manual_seed(0)
+        norms = nn.BatchNorm1d(8), nn.BatchNorm1d(16, momentum=0.3)
+        for norm in norms:
+            norm.num_batches_tracked = None  # on the host, a graph would have recorded the number
+        model = nn.Sequential(norms[0], nn.Linear(8, 16), norms[1], nn.Tanh(), norms[1], nn.Linear(16, 4)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accumulator = Accumulator(model, optimizer, loss, 4, capture=captures, batch_norm=mode)
+        if accumulator._captured is not None:
+            accumulator._optimizers._captured = [None]
+        for size in (13, 13, 12, 13):
+            accumulator.step(data(size))
+        assert not captures or accumulator._captured.num_replays > 0
+        models.append(model)
+    for (name, ours), theirs in zip(models[1].state_dict().items(), models[0].state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14, msg=name)
+
+
 def test_a_gradient_that_was_left_is_not_overwritten() -> None:
     """Recorded passes add to the same memory in each window."""
     left = []

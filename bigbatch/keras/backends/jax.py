@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -18,13 +19,13 @@ from ...jax.cut import Cut
 from ...jax.distributed import add_up
 from .. import checks, loss
 from ..loss import Batch, LossSpec, Reductions
-from .step import Apply, FitStep
+from .step import Apply, Backend, FitStep
 
-_State = tuple[Any, Any, Any, Any]
+State = tuple[Any, Any, Any, Any]
 """The values of the trainable, the non-trainable, the optimizer's and the metrics' variables."""
 
 
-class BackendStep:
+class BackendStep(Backend):
     """Stands for
 
         gradient_of = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
@@ -38,36 +39,48 @@ class BackendStep:
     def __init__(self, step: FitStep) -> None:
         self.step = step
         self.model = step.model
-        self.replaces: dict[str, Any] = {}
+        self.replaces: dict[str, Any] = {"train_step": self.train_step}
 
-    def train_step(self, state: _State, data: Any) -> Any:
+    def train_step(self, state: State, data: Any) -> Any:
         model = self.model
         trainable, non_trainable, optimizer, metrics = state
         batch: Batch = keras.utils.unpack_x_y_sample_weight(data)
         x, y, sample_weight = batch
         self.step.check()
         size = checks.batch_size(batch)
-        spec = self.step.spec(batch, lambda: self._inspect(state, batch, size))
-        sums, non_trainable, value, layer_losses, leaves = self._on_devices(spec, state, batch, size)
+        spec = self.step.spec(batch, lambda: self.inspect(state, batch))
+        sums, non_trainable, metrics, value, layer_losses, pooled, leaves = self._on_devices(spec, state, batch, size)
 
         y_pred = spec.rebuild(leaves) if spec.needs_outputs else None
-        with keras.StatelessScope(self._values((trainable, non_trainable, optimizer, metrics))) as scope:
+        with keras.StatelessScope(self.values((trainable, non_trainable, optimizer, metrics))) as scope:
             value = self.step.loss_of_batch(spec, batch, y_pred, layer_losses, value)
+            self.step.update_norms(pooled)
         non_trainable = [scope.get_current_value(v) for v in model.non_trainable_variables]
         metrics = [scope.get_current_value(v) for v in model.metrics_variables]
         if spec.needs_outputs:
             # Keras's own step loses the masks of outputs between loss and metrics (3.15, only on JAX), so we do too
-            y_pred = loss.map_tensors(_unmasked, y_pred)
+            y_pred = loss.map_tensors(unmasked, y_pred)
         trainable, optimizer = self.step.update(
             sums,
             value,
             lambda sums: model.optimizer.stateless_apply(optimizer, sums, trainable),
             lambda: (trainable, optimizer),
         )
-        logs, metrics = model._update_metrics_variables(metrics, value, x, y, y_pred, sample_weight)
+        if spec.own is not None:
+            logs, metrics = self._tracked(metrics, value, size)
+        else:
+            logs, metrics = model._update_metrics_variables(metrics, value, x, y, y_pred, sample_weight)
         return logs, (trainable, non_trainable, optimizer, metrics)
 
-    def _on_devices(self, spec: LossSpec, state: _State, batch: Batch, size: int) -> tuple[Any, ...]:
+    def _tracked(self, metrics: Any, value: Any, size: int) -> tuple[Any, Any]:
+        """Adds the loss to the metrics; a loss function updates the others."""
+        held = self.model.metrics_variables
+        with keras.StatelessScope(list(zip(held, metrics, strict=True))) as scope:
+            self.model._loss_tracker.update_state(value, sample_weight=size)
+            logs = self.model.get_metrics_result()
+        return logs, [scope.get_current_value(v) for v in held]
+
+    def _on_devices(self, spec: LossSpec, state: State, batch: Batch, size: int) -> tuple[Any, ...]:
         """Calls `_accumulate`, on each device's part of the batch if possible.
 
         With DataParallel every device runs its own loop, and the sums are reduced once, after it. A model that updates
@@ -86,7 +99,7 @@ class BackendStep:
             return self._accumulate(spec, state, batch, Cut(num, own), size)
         are_seeds = self._are_seeds()
 
-        def on_one(state: _State, batch: Batch) -> tuple[Any, ...]:
+        def on_one(state: State, batch: Batch) -> tuple[Any, ...]:
             trainable, non_trainable, optimizer, metrics = state
             seeds = [  # different on every device, so that no dropout mask repeats
                 jax.random.fold_in(v, jax.lax.axis_index(axis)) if is_seed else v
@@ -104,19 +117,21 @@ class BackendStep:
             on_one,
             mesh=mesh,
             in_specs=(whole, shared),
-            out_specs=(whole, whole, whole, whole, rows),
+            out_specs=(whole, whole, whole, whole, whole, whole, rows),
             axis_names={axis},
             check_vma=False,  # True refuses loops that begin with zeros, as in every RNN
         )
         found: tuple[Any, ...] = mapped(state, batch)
         return found
 
-    def _updates_variables(self, state: _State, x: Any) -> bool:
-        """Whether a call of the model changes variables other than seeds."""
+    def _updates_variables(self, state: State, x: Any) -> bool:
+        """Whether the model changes variables other than seeds, or may do so in a loss function."""
+        if self.step.norms.called or self.step.own is not None:
+            return True
         found: list[bool] = []
 
-        def trace(state: _State, x: Any) -> None:
-            _, after, _ = self._forward(state[0], state[1], x)
+        def trace(state: State, x: Any) -> None:
+            _, after, _ = self.forward(state[0], state[1], x)
             found.extend(a is not b for a, b in zip(state[1], after, strict=True))
 
         jax.eval_shape(trace, state, x)
@@ -128,48 +143,55 @@ class BackendStep:
         return [id(variable) in seeds for variable in self.model.non_trainable_variables]
 
     def _accumulate(
-        self, spec: LossSpec, state: _State, batch: Batch, cut: Cut, size: int, axes: tuple[str, ...] = ()
+        self, spec: LossSpec, state: State, batch: Batch, cut: Cut, size: int, axes: tuple[str, ...] = ()
     ) -> tuple[Any, ...]:
-        """The gradient of the batch, the updated variables, the loss, what model.losses add, and the outputs.
+        """The gradient of the batch, the updated variables, the loss, what model.losses add, the moments, the outputs.
 
         `cut` is that of each device's part of a batch of `size` samples. `batch` is such a part if `axes` are given.
         """
         model = self.model
         trainable, non_trainable, optimizer, metrics = state
-        dtype = self.step.dtype
+        dtype, has_own = self.step.dtype, spec.own is not None
         shares_of_each = self._term_shares(spec, state, batch, cut, axes) if spec.needs_model_for_weights else None
 
         def gradient_of(
-            trainable: Any, non_trainable: Any, micro_batch: Batch, sample_share: Any, term_shares: Any
+            trainable: Any, non_trainable: Any, metrics: Any, micro_batch: Batch, sample_share: Any, term_shares: Any
         ) -> Any:
-            y_pred, non_trainable, losses = self._forward(trainable, non_trainable, micro_batch[0])
-            with keras.StatelessScope(self._values((trainable, non_trainable, optimizer, metrics))):
-                micro, layer_losses = loss.micro_loss(
+            y_pred, non_trainable, losses = self.forward(trainable, non_trainable, micro_batch[0])
+            state = trainable, non_trainable, optimizer, metrics
+            with keras.StatelessScope(self.values(state), collect_losses=has_own) as scope:
+                micro, layer_losses, _ = loss.micro_loss(
                     model, spec, micro_batch, y_pred, losses, sample_share, term_shares
                 )
-                return model.optimizer.scale_loss(micro), (non_trainable, micro, layer_losses, spec.leaves(y_pred))
+                if has_own:  # which calls the model, and updates the metrics, in this scope
+                    non_trainable = [scope.get_current_value(v) for v in model.non_trainable_variables]
+                    metrics = [scope.get_current_value(v) for v in model.metrics_variables]
+                aux = non_trainable, metrics, micro, layer_losses, self.step.norms.moments, spec.leaves(y_pred)
+                return model.optimizer.scale_loss(micro), aux
 
         def body(carry: Any, number: Any, num: int) -> tuple[Any, list[Any]]:
-            sums, non_trainable, value, layer_losses = carry
+            sums, non_trainable, metrics, value, layer_losses, pooled = carry
             micro_batch = _take(cut, batch, number, num)
             sample_share = loss.share(jnp.asarray(checks.batch_size(micro_batch), dtype), size)
             term_shares = None if shares_of_each is None else shares_of_each[number]
-            gradients, (non_trainable, micro, micro_layer_losses, leaves) = jax.grad(gradient_of, has_aux=True)(
-                trainable, non_trainable, micro_batch, sample_share, term_shares
-            )
+            gradients, (non_trainable, metrics, micro, micro_layer_losses, moments, leaves) = jax.grad(
+                gradient_of, has_aux=True
+            )(trainable, non_trainable, metrics, micro_batch, sample_share, term_shares)
             sums = [s + g.astype(s.dtype) for s, g in zip(sums, gradients, strict=True)]
-            carry = sums, non_trainable, value + micro, layer_losses + micro_layer_losses
+            pooled = self.step.norms.pool(pooled, moments)
+            carry = sums, non_trainable, metrics, value + micro, layer_losses + micro_layer_losses, pooled
             return carry, [_by_device(leaf, num) for leaf in leaves]
 
         zero = jnp.zeros((), dtype)
         sums = [jnp.zeros(v.shape, loss.wide(v.dtype)) for v in trainable]
-        (sums, non_trainable, value, layer_losses), stacks = cut.loop(body, (sums, non_trainable, zero, zero))
+        carry = sums, non_trainable, metrics, zero, zero, self.step.norms.start()
+        (sums, non_trainable, metrics, value, layer_losses, pooled), stacks = cut.loop(body, carry)
         sums, value, layer_losses = add_up((sums, value, layer_losses), axes)
         sums = [s.astype(v.dtype) for s, v in zip(sums, trainable, strict=True)]
         leaves = [_in_order(leaf) for leaf in cut.join(stacks)]
-        return sums, non_trainable, value, layer_losses, leaves
+        return sums, non_trainable, metrics, value, layer_losses, pooled, leaves
 
-    def _term_shares(self, spec: LossSpec, state: _State, batch: Batch, cut: Cut, axes: tuple[str, ...]) -> Any:
+    def _term_shares(self, spec: LossSpec, state: State, batch: Batch, cut: Cut, axes: tuple[str, ...]) -> Any:
         """For each micro-batch, the shares of its terms: w_tk / W_t.
 
         Masks come out of the model, so it runs once more, without gradients. The compiler keeps only what masks need.
@@ -177,7 +199,7 @@ class BackendStep:
 
         def body(total: Any, number: Any, num: int) -> tuple[Any, list[Any]]:
             micro_batch = _take(cut, batch, number, num)
-            y_pred, _, _ = self._forward(state[0], state[1], micro_batch[0], training=False)
+            y_pred, _, _ = self.forward(state[0], state[1], micro_batch[0], training=False)
             num_samples = checks.batch_size(micro_batch)
             weights = loss.weights(self.model, spec, micro_batch, y_pred, num_samples, self.step.dtype)
             return total + weights, [weights]
@@ -185,7 +207,7 @@ class BackendStep:
         total, stacks = cut.loop(body, jnp.zeros(len(spec.kinds), self.step.dtype))
         return loss.share(jnp.concatenate([weights for (weights,) in stacks]), add_up(total, axes))
 
-    def _values(self, state: _State) -> list[tuple[Any, Any]]:
+    def values(self, state: State) -> list[tuple[Any, Any]]:
         """Pairs of all variables and their values."""
         model = self.model
         variables = (
@@ -199,7 +221,7 @@ class BackendStep:
     def if_finite(self, checked: list[Any], gradients: list[Any], apply: Apply, skip: Callable[[], Any]) -> Any:
         return jax.lax.cond(is_finite(checked), lambda: apply(gradients), skip)
 
-    def first_batch(self, state: _State, iterator: Any) -> tuple[Any, tuple[_State, Any]]:
+    def first_batch(self, state: State, iterator: Any) -> tuple[Any, tuple[State, Any]]:
         first = next(iterator)
         return first, (state, itertools.chain([first], iterator))
 
@@ -207,21 +229,30 @@ class BackendStep:
         state, _ = args
         batch = tree.map_structure(lambda leaf: leaf if leaf is None else jnp.asarray(leaf), batch)
         with jax.default_matmul_precision("highest"):  # by default a GPU rounds differently for another batch size
-            return self.step.infer_eagerly(batch, lambda rows, start, stop: rows[start:stop], self._values(state))
+            return self.step.infer_eagerly(batch, lambda rows, start, stop: rows[start:stop], self.values(state))
 
-    def _forward(self, trainable: Any, non_trainable: Any, x: Any, *, training: bool = True) -> Any:
-        """The model's output, the updated non-trainable variables, and model.losses."""
+    def forward(self, trainable: Any, non_trainable: Any, x: Any, *, training: bool = True) -> Any:
+        """The model's output, the updated non-trainable variables, and model.losses. See `FitStep.call`."""
+        if self.step.own is not None:
+            return None, non_trainable, []
         options = {"training": training} if self.model._call_has_training_arg else {}
-        return self.model.stateless_call(trainable, non_trainable, x, return_losses=True, **options)
+        with self.step.norms.recording() if training else nullcontext():
+            return self.model.stateless_call(trainable, non_trainable, x, return_losses=True, **options)
 
-    def _inspect(self, state: _State, batch: Batch, size: int) -> LossSpec:
+    def inspect(self, state: State, batch: Batch) -> LossSpec:
         """The spec of a batch, from one micro-batch that is traced and never runs."""
         found = []
+        size = checks.batch_size(batch)
 
-        def trace(state: _State, batch: Batch) -> None:
-            cut = Cut(size, min(size, self.step.micro_batch_size))
+        def trace(state: State, batch: Batch) -> None:
+            cut = Cut(size, min(size, self.step.micro_batch_size or size))
             micro_batch = _take(cut, batch, 0, cut.size)
-            y_pred, _, losses = self._forward(state[0], state[1], micro_batch[0])
+            if self.step.own is not None:
+                with keras.StatelessScope(self.values(state), collect_losses=True):
+                    self.step.own.loss(self.model, *micro_batch)
+                found.append(self.step.own.spec)
+                return
+            y_pred, _, losses = self.forward(state[0], state[1], micro_batch[0])
             with keras.StatelessScope():  # a loss may assign to a variable of its own, which would keep a tracer
                 found.append(loss.inspect(self.model, micro_batch, y_pred, losses))
 
@@ -257,6 +288,6 @@ def _has_rows(leaf: Any) -> bool:
     return leaf is not None and jnp.ndim(leaf) > 0
 
 
-def _unmasked(tensor: Any) -> Any:
+def unmasked(tensor: Any) -> Any:
     set_keras_mask(tensor, None)
     return tensor

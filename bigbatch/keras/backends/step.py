@@ -1,14 +1,16 @@
-"""The `train_step` that accumulate() gives to a model: the part that all backends share."""
+"""What accumulate() puts in place of the step of `fit`: the part that all backends share."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import keras
 
 from ...core.errors import warn
 from .. import checks, loss
+from ..batch_norm import BatchNorms, Mode
 from ..infer_reduction import Rows, infer_reduction
-from ..loss import Batch, LossSpec, Reductions, wide
+from ..loss import Batch, LossSpec, Own, Reductions, wide
 
 Apply = Callable[[list[Any]], Any]
 
@@ -17,10 +19,17 @@ class Backend(Protocol):
     """What each backend adds: a step in micro-batches, and how to try the loss on the first batch."""
 
     replaces: dict[str, Any]
-    """Further methods of the model to replace, by name."""
+    """The methods of the model to replace, by name."""
 
-    def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One step of `fit`, called as Keras calls the `train_step` of a model on this backend."""
+    def before_fit(self) -> None:
+        """Called whenever `fit` or `train_on_batch` asks for the train_function."""
+        return
+
+    def make_function(self, model: Any, force: bool) -> Callable[..., Any]:
+        """Makes the train_function: by default Keras's own, which calls `train_step`."""
+        type(model).make_train_function(model, force)
+        function: Callable[..., Any] = model.train_function
+        return function
 
     def first_batch(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
         """Reads the first batch, and returns it with arguments for the train_function that still yield it."""
@@ -33,11 +42,27 @@ class Backend(Protocol):
 
 
 class FitStep:
-    """The `train_step` of one model. It is set on the instance, so the class and saved models do not know about it."""
+    """The step of one model. It is set on the instance, so the class and saved models do not know about it."""
 
-    def __init__(self, model: Any, micro_batch_size: int, backend: Callable[["FitStep"], Backend]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        backend: Callable[["FitStep"], Backend],
+        micro_batch_size: int,
+        accumulation_steps: int,
+        batch_norm: Mode,
+        own: Own | None,
+    ) -> None:
         self.model = model
         self.micro_batch_size = micro_batch_size
+        """0 if the data come in micro-batches."""
+        self.accumulation_steps = accumulation_steps
+        """0 if batches are cut."""
+        self.norms = BatchNorms(model, batch_norm)
+        self.options = {"batch_norm": batch_norm, **({} if own is None else own._asdict())}
+        """What accumulate() was called with, besides the numbers."""
+        self.own = None if own is None else own._replace(loss=self._recorded(own.loss))
+        """The loss function that takes the place of the model's train_step, if any."""
         self.needs_finite_gradient = self.needs_finite_loss = False
         """What must be finite for a step to be applied. In `fit` nothing must, as without accumulate()."""
         self._has_warned = False
@@ -45,36 +70,38 @@ class FitStep:
         self._compiled: tuple[Any, Any] | None = None
         self._reductions = Reductions()
         self._backend = backend(self)
-        self._methods = {
-            "train_step": self.train_step, "make_train_function": self.make_train_function, **self._backend.replaces
-        }  # fmt: skip
+        self._methods = {"make_train_function": self.make_train_function, **self._backend.replaces}
 
     @staticmethod
     def of(model: Any) -> "FitStep | None":
         """The step that accumulate() has set on this model, if any."""
-        step = getattr(vars(model).get("train_step"), "__self__", None)
+        step = getattr(vars(model).get("make_train_function"), "__self__", None)
         return step if isinstance(step, FitStep) else None
 
+    def replaces(self, name: str) -> bool:
+        """Whether it takes the place of this method of the model."""
+        return name in self._methods
+
     def attach(self) -> None:
+        self._before = {name: vars(self.model)[name] for name in self._methods if name in vars(self.model)}
         for name, method in self._methods.items():
             setattr(self.model, name, method)
 
     def detach(self) -> None:
         for name in self._methods:
             delattr(self.model, name)
+        for name, method in self._before.items():
+            setattr(self.model, name, method)
 
     # --- what Keras calls -------------------------------------------------------------------------------------
 
-    def train_step(self, *args: Any) -> Any:
-        return self._backend.train_step(*args)
-
     def make_train_function(self, force: bool = False) -> None:
-        """Keras's own, except that what the loss divides by is inferred before the first step."""
+        """The backend's, except that what the loss divides by is inferred before the first step."""
         model = self.model
+        self._backend.before_fit()
         if model.train_function is not None and not force:
             return
-        type(model).make_train_function(model, force)
-        function = model.train_function
+        function = self._backend.make_function(model, force)
         is_first = True
 
         def train_function(*args: Any) -> Any:
@@ -93,13 +120,39 @@ class FitStep:
         """Checks what is not known before the first step: compile() and building may come after accumulate()."""
         checks.check_optimizer(self.model.optimizer)
         checks.check_layers(self.model)
+        self.norms.find()
         if not self._has_warned:
             self._has_warned = True
-            checks.warn_of_layers(self.model)
+            checks.warn_of_layers(self.model, self.norms.mode)
 
     def call(self, x: Any, *, training: bool = True) -> Any:
-        """The model's output, as Keras's own step asks for it."""
-        return self.model(x, training=training) if self.model._call_has_training_arg else self.model(x)
+        """The model's output, as Keras's own step asks for it; in training, `norms` records.
+
+        None if there is a loss function, which calls the model itself.
+        """
+        if self.own is not None:
+            return None
+        options = {"training": training} if self.model._call_has_training_arg else {}
+        with self.norms.recording() if training else nullcontext():
+            return self.model(x, **options)
+
+    def _recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def loss(*args: Any) -> Any:
+            with self.norms.recording():
+                return function(*args)
+
+        return loss
+
+    def logs(self, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+        """Updates the metrics with a batch, unless the loss function does, and returns their values."""
+        if self.own is not None:
+            return self.model.get_metrics_result()
+        return self.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+    def update_norms(self, pooled: Any) -> None:
+        """Updates moving statistics with those of the whole batch."""
+        for variable, value in self.norms.updated(pooled):
+            variable.assign(value)
 
     def scale(self, loss: Any) -> Any:
         """The loss times the optimizer's loss scale."""
@@ -124,14 +177,17 @@ class FitStep:
         return wide(keras.config.floatx() if compiled is None else compiled.dtype)
 
     def spec(self, batch: Batch, inspect: Callable[[], LossSpec]) -> LossSpec:
-        """The spec for batches like this one; `inspect()` finds it, once for each compile()."""
+        """The spec for batches like this one; `inspect()` finds it, once for each compile().
+
+        Micro-batches that the user cuts may differ in all axes, and only the number of axes matters there.
+        """
         compiled = (self.model._compile_loss, self.model._compile_metrics)
         if self._compiled is None or any(a is not b for a, b in zip(self._compiled, compiled, strict=True)):
             self._compiled = compiled
             self._specs.clear()
 
         def leaf_type(leaf: Any) -> Any:
-            return None if leaf is None else (leaf.shape[1:], leaf.dtype)
+            return None if leaf is None else (leaf.shape[1:] if self.micro_batch_size else len(leaf.shape), leaf.dtype)
 
         key = str(keras.tree.map_structure(leaf_type, batch))
         if key not in self._specs:
@@ -167,7 +223,10 @@ class FitStep:
         if values is None:
             values = [(v, v.value) for v in model.trainable_variables]  # or regularizers would find none (Keras 3.15)
         with keras.StatelessScope(values, collect_losses=True):
-            reductions, messages = infer_reduction(model, batch, self.micro_batch_size, self.call, rows)
+            size = self.micro_batch_size or checks.batch_size(batch)
+            reductions, messages = infer_reduction(
+                model, batch, size, self.call, rows, self.own, is_cut=self.micro_batch_size > 0
+            )
             model._clear_losses()
         for message in messages:
             warn(message)

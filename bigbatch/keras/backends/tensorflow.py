@@ -29,8 +29,9 @@ from ...tensorflow.distributed import replicas
 from ...tensorflow.distributed.one_replica import LossContext, one_replica
 from ...tensorflow.internals import outside_of_scopes, without_reduction
 from .. import checks, loss
+from ..batch_norm import Moments
 from ..loss import Batch, LossSpec, Reductions
-from .step import Apply, FitStep
+from .step import Apply, Backend, FitStep
 
 _Body = Callable[[Any, Any], tuple[Any, list[Any]]]
 
@@ -40,7 +41,7 @@ _OTHER_ROWS = (
 )
 
 
-class BackendStep:
+class BackendStep(Backend):
     """Stands for
 
         with tf.GradientTape() as tape:
@@ -53,7 +54,7 @@ class BackendStep:
     def __init__(self, step: FitStep) -> None:
         self.step = step
         self.model = step.model
-        self.replaces: dict[str, Any] = {}
+        self.replaces: dict[str, Any] = {"train_step": self.train_step}
         self.strategy = self.model._distribute_strategy
         self.has_workers = isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy)
         if self.strategy is not None:
@@ -63,15 +64,16 @@ class BackendStep:
 
     def train_step(self, data: Any) -> Any:
         step, model = self.step, self.model
-        batch: Batch = keras.utils.unpack_x_y_sample_weight(tree.map_structure(_as_tensor, data))
+        batch: Batch = keras.utils.unpack_x_y_sample_weight(tree.map_structure(as_tensor, data))
         checks.batch_size(batch, may_be_empty=True)  # raises if they differ
         batch = _with_equal_rows(batch)
-        spec = step.spec(batch, lambda: self._inspect(batch))
+        spec = step.spec(batch, lambda: self.inspect(batch))
         step.check()
         checks.check_replicas(tf.distribute.get_strategy().num_replicas_in_sync, spec.has_own_loss)
         size = tf.cast(_num_samples(batch), step.dtype)
         (total,) = _sum_over_replicas([size])
-        sums, summed_loss, layer_losses, leaves = self._accumulate(spec, batch, total)
+        sums, summed_loss, layer_losses, pooled, leaves = self._accumulate(spec, batch, total)
+        step.update_norms(_over_replicas(pooled))
 
         y_pred = spec.rebuild(leaves) if spec.needs_outputs else None
         batch_loss = step.loss_of_batch(spec, batch, y_pred, layer_losses, summed_loss)
@@ -92,17 +94,17 @@ class BackendStep:
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         x, y, sample_weight = batch
-        logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        logs = step.logs(x, y, y_pred, sample_weight)
         return _as_vectors(logs) if self.has_workers else logs
 
     def _accumulate(self, spec: LossSpec, batch: Batch, total: Any) -> tuple[Any, ...]:
-        """This replica's wide gradient sums, its loss, the part of that from model.losses, and the model's outputs."""
+        """This replica's wide gradient sums, its loss, the part from model.losses, the moments, the model's outputs."""
         model, weights = self.model, self.model.trainable_weights
         term_shares = self._term_shares(spec, batch) if spec.needs_model_for_weights else None
         has_gradient = [False] * len(weights)
 
         def body(micro: Any, carry: Any) -> tuple[Any, list[Any]]:
-            sums, value, layer_losses = carry
+            sums, value, layer_losses, pooled = carry
             micro_batch, shares = micro
             sample_share = loss.share(tf.cast(_num_samples(micro_batch), total.dtype), total)
             # all rows are equal; the one behind them is for a micro-batch without rows, which XLA compiles too
@@ -110,7 +112,7 @@ class BackendStep:
             # or Keras's losses would divide by the number of replicas
             with tf.GradientTape() as tape, one_replica(LossContext(1.0)):
                 y_pred = self.step.call(micro_batch[0])
-                micro_loss, micro_layer_losses = loss.micro_loss(
+                micro_loss, micro_layer_losses, _ = loss.micro_loss(
                     model, spec, micro_batch, y_pred, model.losses, sample_share, shares
                 )
                 scaled = self.step.scale(micro_loss)
@@ -122,13 +124,15 @@ class BackendStep:
                 s if g is None else tf.ensure_shape(s + tf.cast(g, s.dtype), s.shape)
                 for s, g in zip(sums, gradients, strict=True)
             ]
-            return (sums, value + micro_loss, layer_losses + micro_layer_losses), spec.leaves(y_pred)
+            pooled = self.step.norms.pool(pooled, self.step.norms.moments)
+            return (sums, value + micro_loss, layer_losses + micro_layer_losses, pooled), spec.leaves(y_pred)
 
         zero = tf.zeros((), total.dtype)
-        carry = ([tf.zeros(v.shape, loss.wide(v.dtype)) for v in weights], zero, zero)
-        (sums, value, layer_losses), leaves = self._loop(body, carry, (batch, term_shares), spec.leaves(spec.outputs))
+        carry = ([tf.zeros(v.shape, loss.wide(v.dtype)) for v in weights], zero, zero, self.step.norms.start())
+        carry, leaves = self._loop(body, carry, (batch, term_shares), spec.leaves(spec.outputs))
+        sums, value, layer_losses, pooled = carry
         sums = [s if has else None for s, has in zip(sums, has_gradient, strict=True)]
-        return sums, value, layer_losses, leaves
+        return sums, value, layer_losses, pooled, leaves
 
     def _term_shares(self, spec: LossSpec, batch: Batch) -> Any:
         """For each sample, the shares of its micro-batch's terms: w_tk / W_t.
@@ -190,20 +194,26 @@ class BackendStep:
         carry, tensors = tf.cond(rest > 0, last, nothing)
         return carry, [tf.concat(pair, 0) for pair in zip(joined, tensors, strict=True)]
 
-    def _inspect(self, batch: Batch) -> LossSpec:
+    def inspect(self, batch: Batch) -> LossSpec:
         """The spec, from a micro-batch in a graph that never runs. Builds what is not built."""
         found = []
         types = tree.map_structure(lambda leaf: None if leaf is None else any_size(leaf), batch)
 
         def trace(batch: Batch) -> None:
             x, y, sample_weight = batch
+            if self.step.own is not None:
+                self.step.own.loss(self.model, *batch)
+                found.append(self.step.own.spec)
+                return
             y_pred = self.step.call(x)
             losses = self.model.losses
             self.model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
             found.append(loss.inspect(self.model, batch, y_pred, losses))
 
         tf.function(trace, autograph=False).get_concrete_function(types)
-        return found[0]
+        if self.step.norms.find():  # layers that were made while the model was built
+            tf.function(trace, autograph=False).get_concrete_function(types)
+        return found[-1]
 
     def if_finite(self, checked: list[Any], gradients: list[Any], apply: Apply, skip: Callable[[], Any]) -> Any:
         """Around all replicas, because an optimizer cannot synchronize them inside of a condition."""
@@ -230,9 +240,9 @@ class BackendStep:
 
     def infer_reductions(self, batch: Batch, *args: Any) -> Reductions:
         """Eagerly, on the first replica's part of the batch."""
-        batch = tree.map_structure(_without_optional, batch)
-        batch = tree.map_structure(_as_tensor, _of_first_replica(self.model.distribute_strategy, batch))
-        self.step.spec(batch, lambda: self._inspect(batch))  # builds what is not built
+        batch = tree.map_structure(without_optional, batch)
+        batch = tree.map_structure(as_tensor, _of_first_replica(self.model.distribute_strategy, batch))
+        self.step.spec(batch, lambda: self.inspect(batch))  # builds what is not built
         with outside_of_scopes(), _full_precision():
             return self.step.infer_eagerly(batch, slice_rows)
 
@@ -253,12 +263,12 @@ class BackendStep:
         return _as_vectors(type(self.model).test_step(self.model, data))
 
 
-def _as_tensor(leaf: Any) -> Any:
+def as_tensor(leaf: Any) -> Any:
     """Arrays become tensors; None stays None."""
     return leaf if leaf is None or is_tensor(leaf) else tf.convert_to_tensor(leaf)
 
 
-def _without_optional(leaf: Any) -> Any:
+def without_optional(leaf: Any) -> Any:
     """Keras's datasets have an empty Optional in place of None."""
     return None if isinstance(leaf, tf.experimental.Optional) else leaf
 
@@ -292,6 +302,17 @@ def _sum_over_replicas(tensors: list[Any]) -> list[Any]:
         return tensors
     sums, _ = replicas.reduce(tensors, [])
     return sums
+
+
+def _over_replicas(pooled: list[Moments]) -> list[Moments]:
+    """Pools the statistics of all replicas."""
+    if not pooled or not replicas.is_shared():
+        return pooled
+    counts = _sum_over_replicas([own.count for own in pooled])
+    sums = _sum_over_replicas([own.mean * own.count for own in pooled])
+    means = list(map(loss.share, sums, counts))
+    squares = [m.squares + m.count * tf.square(m.mean - mean) for m, mean in zip(pooled, means, strict=True)]
+    return list(map(Moments, counts, means, _sum_over_replicas(squares)))
 
 
 def _as_vectors(logs: Any) -> Any:
