@@ -198,6 +198,21 @@ tensorflow: the totals of terms are not reduced over replicas | tensorflow/loop.
 tensorflow: the optimizer adds the reduced gradient up again | tensorflow/internals.py | test-tensorflow
 - optimizer._all_reduce_sum_gradients = list
 + optimizer._all_reduce_sum_gradients = optimizer._all_reduce_sum_gradients
+tensorflow: the means of aux are those of micro-batches | tensorflow/auxiliary.py | test-tensorflow
+- return tf.math.multiply_no_nan(wide, weight) if leaf.way == "mean" else wide
++ return wide * tf.cast(weight > 0, WEIGHT) if leaf.way == "mean" else wide
+tensorflow: the pooled variance leaves out the one between micro-batches | tensorflow/batch_norm.py | test-tensorflow
+- one.squares + squares + apart**2 * part * one.count
++ one.squares + squares
+tensorflow: moving statistics are those of one replica | tensorflow/batch_norm.py | test-tensorflow
+- if replicas.is_shared() and pooled:
++ if not replicas.is_shared() and pooled:
+tensorflow: gradients() keeps the loss scale | tensorflow/update.py | test-tensorflow
+- gradients.scaled([self._of_one_replica(g)], 1 / scale)[0]
++ gradients.scaled([self._of_one_replica(g)], scale / scale)[0]
+tensorflow: only the first of several optimizers steps | tensorflow/optimizers.py | test-tensorflow
+- if any(g is not None for g in own):
++ if 0 in numbers and any(g is not None for g in own):
 jax: the tail counts as much as a full micro-batch | jax/window.py | test-jax
 - weight = share(weights[0], self._weight_unit)
 + weight = share(weights[0], self._weight_unit) if self.spec.weight else 1
