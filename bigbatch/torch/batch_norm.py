@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from ..core import batch as core_batch
 from ..core.errors import OrderError, StateError, warn
 from ..core.options import Option, check_choice
+from ..core.weight import share
 from .distributed.ranks import Ranks
 from .internals import VERSION, BatchNorm, batch_norm_into, has_plain_forward, is_in_backward, own_buffers
 
@@ -452,7 +453,7 @@ def add_statistics(state: Tensor, mean: Tensor, var: Tensor, number: Tensor, los
     """
     count, so_far, squares = state.unbind()
     total = count + number
-    part = number / total.clamp(min=1)
+    part = share(number, total, torch.where)
     delta = mean - so_far
     squares += var * (number - lost).clamp(min=0) + delta.square() * (count * part)
     so_far += delta * part
@@ -464,7 +465,7 @@ def over_ranks(state: Tensor, sum_over_ranks: Callable[[Tensor], Any]) -> tuple[
     own, mean, squares = state.unbind()
     count, summed = sums = torch.stack([own, own * mean])
     sum_over_ranks(sums)
-    center = summed / count.clamp(min=1)
+    center = share(summed, count, torch.where)
     squares = squares + own * (mean - center).square()
     sum_over_ranks(squares)
     return count, center, squares

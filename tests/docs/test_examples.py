@@ -89,7 +89,7 @@ def apart(ours: list[np.ndarray], full: list[np.ndarray]) -> float:
 
 
 def test_a_loop_with_two_optimizers_changes_in_six_lines(tmp_path: Path) -> None:
-    """Muon, AdamW, two schedules and the accuracy of each epoch, in float64; one optimizer alone gives other weights."""
+    """Muon, AdamW, two schedules and an accuracy, in float64. One optimizer alone gives other weights."""
     assert len(new_lines("torch")) <= 6
     full, full_lines = weights_of("torch_before.py", tmp_path)
     ours, our_lines = weights_of("torch_after.py", tmp_path)
