@@ -269,6 +269,15 @@ keras: torch does not zero gradients between steps | keras/backends/torch.py | t
 keras: the history on torch is a mean over steps, not samples | keras/backends/torch.py | test-keras-torch
 - model._loss_tracker.update_state(value, sample_weight=size)
 + model._loss_tracker.update_state(value)
+keras: a window divides by the number of micro-batches | keras/windows/step.py | test-keras-torch
+- sample_share = ops.convert_to_tensor(loss.share(num, total), step.dtype)
++ sample_share = ops.convert_to_tensor(1 / len(batches), step.dtype)
+keras: a window has one micro-batch too few | keras/windows/epoch.py | test-keras-torch
+- while len(window) < accumulation_steps:
++ while len(window) < accumulation_steps - 1:
+keras: the variance between micro-batches is left out | keras/batch_norm.py | test-keras-torch
+- one.squares + squares + ops.square(apart) * part * one.count
++ one.squares + squares
 checkpoint: a batch is trained on again after a resume | core/checkpoint/loop.py | test-torch test-jax test-crash
 - num_done = self.place
 + num_done = max(0, self.place - 1)

@@ -291,7 +291,7 @@ def value_of(term: Term, kind: Kind) -> Any:
     return ops.sum(term.loss(term.y_true, term.y_pred, weight))
 
 
-class MicroLoss(NamedTuple):
+class _MicroLoss(NamedTuple):
     """The loss of a micro-batch times its share."""
 
     value: Any
@@ -311,7 +311,7 @@ def micro_loss(
     term_shares: Any,
     *,
     keeps_updates: bool = False,
-) -> MicroLoss:
+) -> _MicroLoss:
     """The loss of a micro-batch times its share, and its parts.
 
     Args:
@@ -333,7 +333,7 @@ def micro_loss(
                 f"the loss function returned a tensor of shape {tuple(value.shape)}: return one number, the mean over "
                 "the micro-batch"
             )
-        return MicroLoss(core_weight.counted(value, factor, ops.where), 0.0, [])
+        return _MicroLoss(core_weight.counted(value, factor, ops.where), 0.0, [])
     exponents = spec.reductions.layer_exponents
     exponents = exponents if len(exponents) == len(losses) else (1,) * len(losses)
     scaled = [
@@ -346,14 +346,14 @@ def micro_loss(
         with losses_of(model, [loss / own for loss in scaled]), nullcontext() if keeps_updates else stateless():
             x, y, sample_weight = batch
             loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-        return MicroLoss(own * ops.cast(loss, sample_share.dtype), layer_losses, [])
+        return _MicroLoss(own * ops.cast(loss, sample_share.dtype), layer_losses, [])
     total, values = layer_losses, []
     for i, (term, kind) in enumerate(zip(terms(model, batch, y_pred), spec.kinds, strict=True)):
         factor = term_shares[i] if kind.weight_from else share_of(sample_share, kind.exponent)
         loss = core_weight.counted(ops.cast(value_of(term, kind), sample_share.dtype), factor, ops.where)
         values.append(loss)
         total = total + (loss if term.factor is None else loss * term.factor)
-    return MicroLoss(total, layer_losses, values)
+    return _MicroLoss(total, layer_losses, values)
 
 
 def stateless() -> Any:
