@@ -3,31 +3,17 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import keras
 from keras import ops
 from keras.src.backend import in_stateless_scope
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
+from ..core.moments import Moments, pool
 from . import loss
 
 Mode = Literal["batch", "micro_batch", "frozen"]
-
-
-class Moments(NamedTuple):
-    """The statistics of some values, channel by channel."""
-
-    count: Any
-    """How many values there are."""
-    mean: Any
-    squares: Any
-    """The sum of the squared differences from the mean."""
-
-    @property
-    def variance(self) -> Any:
-        """The biased one, as in Keras."""
-        return loss.share(self.squares, self.count)
 
 
 class BatchNorms:
@@ -141,13 +127,13 @@ class BatchNorms:
 
     def pool(self, pooled: Sequence[Moments], moments: Sequence[Moments]) -> list[Moments]:
         """The moments of both sets of values together."""
-        return [pool(*pair) for pair in zip(pooled, moments, strict=True)]
+        return [pool(*pair, ops.where) for pair in zip(pooled, moments, strict=True)]
 
     def updated(self, pooled: Sequence[Moments]) -> list[tuple[Any, Any]]:
         """Pairs of each moving statistic and its new value: the old one without values, or if one is not finite."""
         new: dict[int, tuple[Any, Any]] = {}
         for layer, moments in zip(self.called, pooled, strict=True):
-            mean, variance = moments.mean, moments.variance
+            mean, variance = moments.mean, moments.variance(ops.where)
             is_good = ops.all(ops.isfinite(mean) & ops.isfinite(variance) & (moments.count > 0))
             for variable, value in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
                 _, old = new.get(id(variable), (None, ops.cast(variable, value.dtype)))
@@ -178,16 +164,6 @@ def _from_layer(layer: Any, inputs: Any, mask: Any, mean: Any, variance: Any) ->
     divisor = count + keras.config.epsilon()
     center = loss.share(mean * divisor, count)
     return Moments(count, center, variance * divisor - count * ops.square(center - mean))
-
-
-def pool(one: Moments, other: Moments) -> Moments:
-    """The moments of both together, by Chan's formula, which does not cancel as the difference of E(x²) and E(x)²."""
-    count = one.count + other.count
-    part = loss.share(other.count, count)
-    is_empty = other.count == 0  # the mean over nothing may be NaN
-    apart = ops.where(is_empty, 0.0, other.mean - one.mean)
-    squares = ops.where(is_empty, 0.0, other.squares)
-    return Moments(count, one.mean + apart * part, one.squares + squares + ops.square(apart) * part * one.count)
 
 
 @contextmanager

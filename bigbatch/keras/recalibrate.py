@@ -5,12 +5,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
-from keras import tree
+from keras import ops, tree
 from keras.src.trainers.data_adapters import get_data_adapter
 
 from ..core.errors import OptionError
+from ..core.moments import Moments, pool
 from . import checks
-from .batch_norm import Moments, moments_of, pool
+from .batch_norm import moments_of
 
 
 def recalibrate(model: Any, data: Any, *, batch_size: int | None = None) -> None:
@@ -58,10 +59,10 @@ def recalibrate(model: Any, data: Any, *, batch_size: int | None = None) -> None
             with _watching([layer]) as seen:
                 model(x, training=False)
             for _, moments in seen:
-                pooled = moments if pooled is None else pool(pooled, moments)
+                pooled = moments if pooled is None else pool(pooled, moments, ops.where)
         assert pooled is not None
         layer.moving_mean.assign(pooled.mean)
-        layer.moving_variance.assign(pooled.variance)
+        layer.moving_variance.assign(pooled.variance(ops.where))
 
 
 def _is_read_once(data: Any) -> bool:

@@ -7,11 +7,12 @@ import tensorflow as tf
 
 from ..core import loss_result
 from ..core.errors import WeightError
+from ..core.moments import Moments
 from ..core.weight import Reduction, Terms, as_terms, check_weight, share
 from . import gradients
 from .auxiliary import Auxiliary, shape_of
 from .batch import Layout, any_size, num_samples
-from .batch_norm import BatchNorms, Moments
+from .batch_norm import BatchNorms
 from .checks import check_loss
 from .distributed import replicas
 from .distributed.one_replica import LossContext, one_replica

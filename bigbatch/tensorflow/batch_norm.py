@@ -5,11 +5,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import tensorflow as tf
 
 from ..core.errors import OptionError
+from ..core.moments import Moments, over_ranks, pool
 from ..core.weight import share
 from .distributed import replicas
 from .internals import current_graph, trace_apart
@@ -17,21 +18,6 @@ from .layers import dropout_off, with_value
 from .weight import WEIGHT, where
 
 BatchNorm = Literal["batch", "micro_batch", "frozen"]
-
-
-class Moments(NamedTuple):
-    """The statistics of one call of a layer, per channel, in float64."""
-
-    count: tf.Tensor
-    """How many values each channel has."""
-    mean: tf.Tensor
-    squares: tf.Tensor
-    """The sum of the squared differences from the mean."""
-
-    @property
-    def variance(self) -> Any:
-        """The biased variance, as Keras uses it."""
-        return share(self.squares, self.count, where)
 
 
 class _Recorder:
@@ -110,14 +96,14 @@ class BatchNorms:
 
     def pool(self, pooled: Sequence[Moments], moments: Sequence[Moments]) -> list[Moments]:
         """The moments of both sets of data together."""
-        return [_pooled(*pair) for pair in zip(pooled, moments, strict=True)]
+        return [pool(*pair, where) for pair in zip(pooled, moments, strict=True)]
 
     def update(self, pooled: Sequence[Moments]) -> None:
         """On a replica: updates the moving statistics, unless the new ones are not finite or there is no data."""
         if replicas.is_shared() and pooled:
             pooled = _over_replicas(pooled)
         for layer, moments in zip(self._layers, pooled, strict=True):
-            variance = moments.variance
+            variance = moments.variance(where)
             is_good = (moments.count > 0) & tf.reduce_all(tf.math.is_finite(moments.mean + variance))
             keep = tf.where(is_good, tf.constant(layer.momentum, WEIGHT), tf.ones([], WEIGHT))
             for variable, value in ((layer.moving_mean, moments.mean), (layer.moving_variance, variance)):
@@ -165,10 +151,10 @@ def recalibrate(model: Any, batches: Iterable[Any], forward: Callable[[Any, Any]
                 with _recording(_Recorder("calibrate", layer)) as recorder:
                     forward(model, batch)
                 for moments in recorder.moments:
-                    pooled = moments if pooled is None else _pooled(pooled, moments)
+                    pooled = moments if pooled is None else pool(pooled, moments, where)
             if pooled is not None:
                 layer.moving_mean.assign(pooled.mean)
-                layer.moving_variance.assign(pooled.variance)
+                layer.moving_variance.assign(pooled.variance(where))
 
 
 def _forward(model: Any, batch: Any) -> Any:
@@ -185,27 +171,10 @@ def _recording(recorder: _Recorder) -> Iterator[_Recorder]:
         _here.recorder = before
 
 
-def _pooled(one: Moments, other: Moments) -> Moments:
-    """Chan's formula, which does not cancel as the difference of E(x²) and E(x)² does."""
-    count = one.count + other.count
-    part = share(other.count, count, where)
-    is_empty = tf.equal(other.count, 0)  # the mean over nothing may be NaN
-    apart = tf.where(is_empty, tf.zeros([], WEIGHT), other.mean - one.mean)
-    squares = tf.where(is_empty, tf.zeros([], WEIGHT), other.squares)
-    return Moments(count, one.mean + apart * part, one.squares + squares + apart**2 * part * one.count)
-
-
 def _over_replicas(own: Sequence[Moments]) -> list[Moments]:
-    """On a replica: pooled over all of them, with two reductions for all layers together."""
+    """On a replica: pooled over all of them."""
     context = tf.distribute.get_replica_context()
-
-    def added(values: list[tf.Tensor]) -> Any:
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, values)
-
-    sums = added([m.count for m in own] + [m.mean * m.count for m in own])
-    counts, means = sums[: len(own)], [share(s, n, where) for n, s in zip(sums, sums[len(own) :], strict=False)]
-    squares = added([m.squares + m.count * (m.mean - mean) ** 2 for m, mean in zip(own, means, strict=True)])
-    return [Moments(*each) for each in zip(counts, means, squares, strict=True)]
+    return over_ranks(own, lambda values: context.all_reduce(tf.distribute.ReduceOp.SUM, values), where)
 
 
 def _patched() -> bool:

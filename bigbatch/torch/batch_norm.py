@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..core import batch as core_batch
+from ..core import moments
 from ..core.errors import OrderError, StateError, warn
+from ..core.moments import Moments
 from ..core.options import Option, check_choice
 from ..core.weight import share
 from .distributed.ranks import Ranks
@@ -411,7 +413,7 @@ class _Group:
         if ranks.is_distributed:
             count, mean, squares = over_ranks(self.state, ranks.sum_over_ranks)
             lost = torch.ones_like(lost)
-        var = squares / (count - lost).clamp(min=1)
+        var = share(squares, (count - lost).clamp(min=1), torch.where)
         is_bad = ~(torch.isfinite(mean) & torch.isfinite(var))
         num_bad = torch.zeros_like(self._lost).index_add_(0, self._layer_of, is_bad.to(self.wide))
         has_run = torch.zeros_like(self._lost).index_add_(0, self._layer_of, count) > 0
@@ -442,7 +444,7 @@ class _Group:
 
 
 def add_statistics(state: Tensor, mean: Tensor, var: Tensor, number: Tensor, lost: Tensor) -> None:
-    """Adds the mean and variance of more values to the state, by Chan's formula, which loses no digits.
+    """Adds the mean and variance of more values to the state, in place.
 
     Args:
         state: The number of values so far, their mean and the sum of their squared deviations, channel by channel.
@@ -451,24 +453,21 @@ def add_statistics(state: Tensor, mean: Tensor, var: Tensor, number: Tensor, los
         number: How many they are.
         lost: How many fewer the variance divides by: 1 if it is unbiased.
     """
-    count, so_far, squares = state.unbind()
-    total = count + number
-    part = share(number, total, torch.where)
-    delta = mean - so_far
-    squares += var * (number - lost).clamp(min=0) + delta.square() * (count * part)
-    so_far += delta * part
-    count.copy_(total)
+    found = Moments(number, mean, var * (number - lost).clamp(min=0))
+    for own, new in zip(state.unbind(), moments.pool(Moments(*state.unbind()), found, torch.where), strict=True):
+        own.copy_(new)
 
 
-def over_ranks(state: Tensor, sum_over_ranks: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor, Tensor]:
+def over_ranks(state: Tensor, sum_over_ranks: Callable[[Tensor], Any]) -> Moments:
     """The statistics of all ranks, from the state of this one."""
-    own, mean, squares = state.unbind()
-    count, summed = sums = torch.stack([own, own * mean])
-    sum_over_ranks(sums)
-    center = share(summed, count, torch.where)
-    squares = squares + own * (mean - center).square()
-    sum_over_ranks(squares)
-    return count, center, squares
+
+    def add_up(tensors: list[Tensor]) -> Sequence[Tensor]:
+        stacked = torch.stack(tensors)
+        sum_over_ranks(stacked)
+        return stacked.unbind()
+
+    (found,) = moments.over_ranks([Moments(*state.unbind())], add_up, torch.where)
+    return found
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..core.errors import BatchError, OptionError, warn
 from ..core.options import check_callable
+from ..core.weight import share
 from .batch_norm import add_statistics, over_ranks, wide_dtype
 from .internals import BatchNorm, uncompiled
 from .random import RandomState, cuda_devices_of
@@ -184,7 +185,7 @@ def _write(layer: Any, name: str, state: Tensor) -> None:
     num = int(count.min())
     if num < 2:
         raise BatchError(f"the layer {name} has seen {num} values per channel: a variance takes 2 or more")
-    var = squares / (count - 1)
+    var = share(squares, count - 1, torch.where)
     if not bool(torch.isfinite(mean).all() and torch.isfinite(var).all()):
         raise BatchError(f"what reaches the layer {name} is not finite: look for it in the batches and in the model")
     layer.running_mean.copy_(mean)

@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
+from ...core.moments import Moments, over_ranks
 from ...tensorflow.batch import (
     Layout,
     any_size,
@@ -29,7 +30,6 @@ from ...tensorflow.distributed import replicas
 from ...tensorflow.distributed.one_replica import LossContext, one_replica
 from ...tensorflow.internals import outside_of_scopes, without_reduction
 from .. import checks, loss
-from ..batch_norm import Moments
 from ..loss import Batch, LossSpec, Reductions
 from .step import Apply, Backend, FitStep
 
@@ -308,11 +308,7 @@ def _over_replicas(pooled: list[Moments]) -> list[Moments]:
     """Pools the statistics of all replicas."""
     if not pooled or not replicas.is_shared():
         return pooled
-    counts = _sum_over_replicas([own.count for own in pooled])
-    sums = _sum_over_replicas([own.mean * own.count for own in pooled])
-    means = list(map(loss.share, sums, counts))
-    squares = [m.squares + m.count * tf.square(m.mean - mean) for m, mean in zip(pooled, means, strict=True)]
-    return list(map(Moments, counts, means, _sum_over_replicas(squares)))
+    return over_ranks(pooled, _sum_over_replicas, keras.ops.where)
 
 
 def _as_vectors(logs: Any) -> Any:
