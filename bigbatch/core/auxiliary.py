@@ -67,13 +67,22 @@ def words_for(words: Any, aux: Any) -> dict[Path, Way]:
     for path in flattened(aux):
         above = [path[:length] for length in range(len(path) + 1) if path[:length] in given]
         if not above:
-            raise OptionError(f"aux={words!r} has no word for {name_of(path)}: name every part, or pass one word")
+            raise OptionError(
+                f"aux={words!r} does not say how to combine {name_of(path)}: name every part, or pass one word for all"
+            )
         found[path] = given[above[0]]
     leaves = [*found]
+    if len({metric_name(path) for path in leaves}) < len(leaves):
+        names = [metric_name(path) for path in leaves]
+        twice = [path for path in leaves if names.count(metric_name(path)) > 1]
+        raise OptionError(
+            f"{name_of(twice[0])} and {name_of(twice[1])} would both be the metric "
+            f'"{metric_name(twice[0])}": give one of them another name'
+        )
     for path in given:
         if leaves and not any(leaf[: len(path)] == path for leaf in leaves):
             raise OptionError(
-                f"aux={words!r} has a word for {name_of(path)}, which the loss does not return: it returns "
+                f"aux={words!r} says how to combine {name_of(path)}, which the loss does not return: it returns "
                 f"{', '.join(map(name_of, leaves))}"
             )
     return found
@@ -95,8 +104,8 @@ def way_of(path: Path, kind: Kind, word: Way, num_samples: int | None) -> Way:
         return "keep"
     if kind.numbers == "other":
         raise OptionError(
-            f"{name} is a {kind.type_name}, which cannot be combined over micro-batches: return numbers or tensors, or "
-            "pass a function of the values and the weights as aux"
+            f"{name} is of type {kind.type_name}, which cannot be combined over micro-batches: return numbers or "
+            "tensors, or pass a function of the values and the weights as aux"
         )
     if word == "concatenate" and not kind.shape:
         raise OptionError(f'{name} is one number, with no row for each sample: pass aux="mean" or aux="sum"')
@@ -112,8 +121,8 @@ def way_of(path: Path, kind: Kind, word: Way, num_samples: int | None) -> Way:
         )
     if kind.numbers == "bool":
         raise OptionError(
-            f"{name} is true or false for each micro-batch, which says nothing about the batch: return a "
-            'count, or pass aux="sum" to count the true ones'
+            f"{name} is true or false for each micro-batch, and there is no one value for the whole batch: return a "
+            'number, or pass aux="sum" to count how many are true'
         )
     return "mean" if kind.numbers == "float" else "sum"
 

@@ -63,7 +63,10 @@ class History:
 
     @property
     def metrics(self) -> dict[str, list[float]]:
-        """The metrics of each epoch by name: those that add up are added, the others are means by weight."""
+        """The metrics of each epoch by name: those that add up are added, the others are means by weight.
+
+        As in `losses`, steps that were not applied count too, so one that is not finite makes its epoch NaN.
+        """
         epochs = [_epoch_metrics(epoch) for epoch in self._epochs if epoch]
         names = dict.fromkeys(name for epoch in epochs for name in epoch)
         return {name: [epoch.get(name, math.nan) for epoch in epochs] for name in names}

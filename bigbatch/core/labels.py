@@ -71,7 +71,7 @@ def out_of_range(low: int, high: int, num_classes: int) -> WeightError:
     """The error if a label has no class weight; `low` and `high` are the extremes of the labels that count."""
     wrong = low if low < 0 else high
     return WeightError(
-        f"the labels have a {wrong}, but there are {num_classes} class weights, for the labels 0 to "
+        f"one of the labels is {wrong}, but there are {num_classes} class weights, for the labels 0 to "
         f"{num_classes - 1}: pass as many weights as classes, and ignore_index= if {wrong} should not count"
     )
 

@@ -74,10 +74,9 @@ class NonFinite:
             is_step: False for a gradient alone, which the user wanted for the step with this number.
         """
         if self.raises and not is_overflow:
-            what = "it was not taken" if is_step else "no gradient was left"
+            what = f"in step {step}, so it was not taken" if is_step else "in backward(), so .grad has no gradient"
             raise NonFiniteError(
-                f"{place} is not finite in step {step}, so {what}: {_REMEDY}, "
-                'or pass on_nonfinite="skip" to skip such steps'
+                f'{place} is not finite {what}: {_REMEDY}, or pass on_nonfinite="skip" to skip such steps'
             )
         if not self.num_skipped:
             self._first_step, self._first_place = step, place
@@ -97,7 +96,7 @@ class NonFinite:
                 f"step {step} was skipped: {place} is not finite; "
                 "the parameters are unchanged and the next window starts clean"
                 if is_step
-                else f"backward() left no gradient for step {step}: {place} is not finite; the next call starts clean"
+                else f"backward() left no gradient in .grad: {place} is not finite; the next call starts clean"
             )
 
     def check(self, until: int) -> None:

@@ -20,7 +20,8 @@ class TensorBoard:
         for batch in loader:
             log(accumulator.step(batch))
 
-    A value that is not finite is left out. Reading the loss of a step waits until the device has computed it.
+    A metric with the name "loss" or "grad_norm" is called `metrics.loss` or `metrics.grad_norm`. A value that is not
+    finite is left out. Reading the loss of a step waits until the device has computed it.
 
     Args:
         folder: Where the event file goes: what `tensorboard --logdir` gets, or a folder in it.
@@ -46,7 +47,9 @@ class TensorBoard:
         Args:
             step: What `accumulator.step` returned.
         """
-        self.add(self.num_steps + 1, {**step.metrics, "loss": step.loss, "grad_norm": step.grad_norm})
+        own = {"loss": step.loss, "grad_norm": step.grad_norm}
+        metrics = {f"metrics.{name}" if name in own else name: value for name, value in step.metrics.items()}
+        self.add(self.num_steps + 1, {**metrics, **own})
 
     def add(self, number: int, figures: Mapping[str, float | None]) -> None:
         """Writes figures of your own.

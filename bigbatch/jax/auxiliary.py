@@ -96,7 +96,7 @@ def _way_of(name: str, leaf: Any, more: Any, word: str, size: int) -> str:
         raise OptionError(f"{name} is the PRNG key of one micro-batch, and the batch has none: leave it out")
     if leaf.dtype == bool:
         raise OptionError(
-            f"{name} is true or false for each micro-batch, which says nothing about the batch: return a "
-            'count, or pass aux="sum" to count the true ones'
+            f"{name} is true or false for each micro-batch, and there is no one value for the whole batch: return a "
+            'number, or pass aux="sum" to count how many are true'
         )
     return "mean" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "sum"

@@ -77,9 +77,9 @@ class Accumulator:
     A model in DistributedDataParallel or fully_shard is trained by all its ranks together: the batch of a step is what
     all of them pass, and gradients are reduced once a window.
 
-    Options such as `accumulator.clip_norm = 0.5` can be changed at any time (`batch_norm` between windows); they are
-    checked, and used from the next step on. The model, the optimizer, `reduction`, `precision`, `scaler`,
-    `accumulate_dtype`, `capture`, `group` and `reduce` are fixed.
+    Options such as `accumulator.clip_norm = 0.5` can be changed at any time (`batch_norm`, `batch_axis`, `cut` and
+    `num_samples` between windows); they are checked, and used from the next step on. The model, the optimizer,
+    `reduction`, `precision`, `scaler`, `accumulate_dtype`, `capture`, `group` and `reduce` are fixed.
 
     Args:
         model: The model, already on its device. It may be wrapped in DistributedDataParallel, fully_shard or
@@ -130,7 +130,9 @@ class Accumulator:
     loss, weight = Option(check_loss), Option(check_callable)
     micro_batch_size = Option(check_size)
     accumulation_steps = Option(check_steps)
-    batch_axis, cut, num_samples = OptionOf("_cutting"), OptionOf("_cutting"), OptionOf("_cutting")
+    batch_axis = OptionOf("_cutting", lambda accumulator, name: accumulator._check_no_window(name))
+    cut = OptionOf("_cutting", lambda accumulator, name: accumulator._check_no_window(name))
+    num_samples = OptionOf("_cutting", lambda accumulator, name: accumulator._check_no_window(name))
     clip_norm, clip_value, scheduler = OptionOf("_update"), OptionOf("_update"), OptionOf("_update")
     on_nonfinite, max_skipped = OptionOf("_nonfinite"), OptionOf("_nonfinite")
     batch_norm = OptionOf("_batch_norms", lambda accumulator, name: accumulator._check_no_window(name))
@@ -330,7 +332,7 @@ class Accumulator:
                 has_norms = bool(self._batch_norms.normalising())
                 how = self._cutting, self.micro_batch_size, self.weight, self.reduction
                 runs_all = self.has_aux and not self._ranks.is_sharded  # there, all ranks make equally many passes
-                cut = Cut.of(batch, *how, has_norms=has_norms, runs_all=runs_all)
+                cut = Cut.of(batch, *how, has_norms=has_norms, runs_all=runs_all, call=call)
             if self._ranks.is_distributed:
                 self._ranks.check(self._gradients, cut.weights if self.reduction == "mean" else ())
             if window is None:
@@ -434,7 +436,8 @@ class Accumulator:
             window = self._open(terms, num_wanted)
             if self._batch_norms.has_layers:
                 self._batch_norms.warn(num)
-            micro = MicroBatch(partial(self._eager.feed, window, terms), can_skip=not self._ranks.is_sharded)
+            feed, can_skip = partial(self._eager.feed, window, terms), not self._ranks.is_sharded
+            micro = MicroBatch(feed, can_skip=can_skip, is_weighted=weight is not None)
             try:
                 with (
                     self._ranks.passing(is_last=False) if self._ranks.is_distributed else _NOTHING,
@@ -557,7 +560,7 @@ class Accumulator:
         return 0 if self._window is None or self._window.is_of_step else len(self._window)
 
     def _new_aux(self) -> WindowAux | None:
-        return WindowAux(self.aux) if self.has_aux else None
+        return WindowAux(self.aux, is_deferred=self._ranks.is_distributed) if self.has_aux else None
 
     def _combined_aux(
         self, window: PartialWindow, weights: Sequence[Terms], totals: Totals, num_skipped: int = 0
@@ -569,7 +572,8 @@ class Accumulator:
 
     def _check_no_window(self, name: str) -> None:
         if self._window is not None:
-            raise OptionError(f"{name} was changed while a window is open: change it between windows, or call forget()")
+            when = "a step is interrupted" if self._window.is_of_step else "a window is open"
+            raise OptionError(f"{name} was changed while {when}: change it between windows, or call forget()")
 
     # --- verification ------------------------------------------------------------------------------------
 

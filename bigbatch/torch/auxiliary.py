@@ -10,13 +10,14 @@ from torch import Tensor
 
 from ..core import auxiliary
 from ..core.auxiliary import Kind, Path, Way, flattened, name_of, rebuilt
-from ..core.errors import LossError, RankError, StateError, warn
+from ..core.errors import LossError, OptionError, RankError, StateError, warn
 from ..core.loss_result import split
 from ..core.step import Step
 from ..core.weight import Terms, as_plain, from_terms, is_number, share
 from .distributed.ranks import Ranks
 
 _FUNCTION = "a function"
+_NUMBERS = {"float": "floating-point numbers", "integer": "integers", "bool": "booleans"}
 
 
 def terms_and_aux(returned: Any, num_weights: int | None, *, has_aux: bool) -> tuple[Terms, Any]:
@@ -65,26 +66,45 @@ class WindowAux:
 
     Args:
         words: The option `aux`.
+        is_deferred: Whether `combined` raises what is wrong with an aux, on all ranks, since others wait there.
     """
 
-    def __init__(self, words: Any) -> None:
+    def __init__(self, words: Any, *, is_deferred: bool = False) -> None:
         self._words = words
+        self._is_deferred = is_deferred
+        self._failed: Exception | None = None
         self._like: Any = None
         self._ways: dict[Path, Way] = {}
         self._kinds: dict[Path, Kind] = {}
         self._values: list[dict[Path, Any]] = []
 
-    def add(self, aux: Any, num_samples: int | None) -> None:
+    def add(self, aux: Any, num_samples: int | None, *, is_weighted: bool = True) -> None:
         """Keeps the aux of the next micro-batch, without its graph and in memory of its own.
 
         Args:
             aux: What the loss returned.
             num_samples: How many samples the micro-batch has; None if that is not known.
+            is_weighted: Whether it is known how much the micro-batch counts.
         """
+        if self._failed is not None:
+            return
+        try:
+            self._add(aux, num_samples, is_weighted=is_weighted)
+        except Exception as error:
+            if not self._is_deferred:
+                raise
+            self._failed = error
+
+    def _add(self, aux: Any, num_samples: int | None, *, is_weighted: bool) -> None:
         leaves = flattened(aux)
         kinds = {path: _kind_of(leaf) for path, leaf in leaves.items()}
         words = auxiliary.words_for(self._words, aux)
         ways = {path: auxiliary.way_of(path, kind, words[path], num_samples) for path, kind in kinds.items()}
+        if not is_weighted and (means := [path for path, way in ways.items() if way == "mean"]):
+            raise OptionError(
+                f"{name_of(means[0])} becomes a mean over micro-batches, and micro_batch() was not told how much each "
+                'of them counts: pass micro_batch(weight=len(y)), or aux="sum" to add it up'
+            )
         if self._values:
             auxiliary.check_same(self._kinds, kinds)
             for path, kind in kinds.items():
@@ -105,8 +125,10 @@ class WindowAux:
             ranks: The ranks that train the model together.
             num_skipped: How many micro-batches of weight zero were not run.
         """
-        of_ranks = ranks.gathered(self._described(weights, is_sent=ranks.is_distributed))
-        known = [described for described in of_ranks if described is not None]
+        own = self._failed is not None, None if self._failed else self._described(weights, is_sent=ranks.is_distributed)
+        of_ranks = ranks.gathered(own)
+        self._raise_failed([has_failed for has_failed, _ in of_ranks])
+        known = [described for _, described in of_ranks if described is not None]
         if not known:
             return NO_AUX
         first = known[0]
@@ -136,6 +158,16 @@ class WindowAux:
             return auxiliary.metrics(rebuilt(like, {**dict.fromkeys(ways), **get_numbers(), **others}))
 
         return BatchAux(aux, metrics, auxiliary.summed(ways, kinds))
+
+    def _raise_failed(self, has_failed: list[bool]) -> None:
+        """On the rank whose aux could not be kept raises why, and on all others that there is one."""
+        if self._failed is not None:
+            raise self._failed
+        if True in has_failed:
+            raise RankError(
+                f"the aux that the loss returned on rank {has_failed.index(True)} cannot be combined, so no rank made "
+                "this step: its own message says why"
+            )
 
     # --- how leaves are combined -------------------------------------------------------------------------
 
@@ -179,7 +211,7 @@ class WindowAux:
                 added = torch.zeros(kind.shape, dtype=wide, device=device)  # type: ignore[arg-type]
             if way == "mean" and not has_weight:
                 added = torch.full_like(added, torch.nan)
-            narrow = dtype if kind.numbers == "float" else wide
+            narrow = dtype if way == "mean" and kind.numbers == "float" else wide  # a sum may not fit into float16
             waits[path] = functools.partial(_narrowed, ranks.add_up_tensor(added), narrow)
         return lambda: {path: wait() for path, wait in waits.items()}
 
@@ -333,9 +365,12 @@ def _check_alike(path: Path, first: Kind, now: Kind, way: Way) -> None:
         return
     start = int(way == "concatenate")
     if (first.numbers, len(first.shape), first.shape[start:]) != (now.numbers, len(now.shape), now.shape[start:]):
+        remedy = "return the same for each, or pass a function of the values and the weights as aux"
+        if first.numbers == now.numbers and 0 in (len(first.shape), len(now.shape)):
+            remedy = "return the same for each (squeeze() also drops the axis of a single sample, squeeze(-1) does not)"
         raise LossError(
             f"{name_of(path)} is {_text(first)} for one micro-batch and {_text(now)} for another, which cannot be "
-            "combined: return the same for each, or pass a function of the values and the weights as aux"
+            f"combined: {remedy}"
         )
 
 
@@ -343,8 +378,9 @@ def _text(kind: Kind) -> str:
     if kind.numbers == "none":
         return "None"
     if kind.shape:
-        return f"a tensor of {kind.numbers} numbers with the shape {kind.shape}"
-    return {"float": "a floating-point number", "integer": "an integer"}.get(kind.numbers, f"a {kind.type_name}")
+        return f"a tensor of shape {kind.shape} with {_NUMBERS.get(kind.numbers, kind.numbers)}"
+    one = {"float": "one floating-point number", "integer": "one integer", "bool": "one true or false"}
+    return one.get(kind.numbers, f"of type {kind.type_name}")
 
 
 def _check_ranks_agree(first: _Described, other: _Described) -> None:

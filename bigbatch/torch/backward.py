@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import LossError
+from ..core.errors import LossError, warn
 from ..core.weight import Terms, check_terms
 from .auxiliary import terms_and_aux
 from .batch import map_tensors
@@ -56,6 +56,7 @@ class Backward:
         self._time_axis = time_axis
         self.has_aux = has_aux
         self.batch_norms = batch_norms
+        self._has_seen_aux = False
         self._seeds: dict[Any, Tensor] = {}
         """What backward passes started with: most micro-batches count the same."""
 
@@ -88,6 +89,8 @@ class Backward:
         # GradScaler, a loss times a large weight would overflow in float16
         in_units = is_any_low or (self.precision.scaler is not None and not is_sharded)
         window.check_trainable(self._gradients.check_empty())
+        if window.aux is not None:  # it may be refused, so it comes before anything is added
+            window.aux.add(aux, None, is_weighted=micro.is_weighted)
         micro.has_begun = True
         shares = window.share(weight, is_movable=not is_sharded)
         values = _values_of(losses)
@@ -101,8 +104,6 @@ class Backward:
                 seeded = self.terms_and_seeds((term,), (1.0 if in_units else share,))
                 with buffer:
                     buffer.add(*seeded, share if in_units else 1.0, keep_graph=t < len(losses) - 1)
-        if window.aux is not None:
-            window.aux.add(aux, None)
         if self.batch_norms.is_watching:
             self.batch_norms.begin()  # compiled code does not know that it runs again in a backward pass
         window.add(weight, values)
@@ -148,7 +149,15 @@ class Backward:
         """What a loss returned, as its terms and aux. Most return a tensor."""
         if type(returned) is Tensor and not self.has_aux:
             return (returned,), None
-        return terms_and_aux(returned, num_weights, has_aux=self.has_aux)
+        terms, aux = terms_and_aux(returned, num_weights, has_aux=self.has_aux)
+        if not self._has_seen_aux:
+            self._has_seen_aux = True
+            if isinstance(aux, Tensor) and aux.ndim == 0 and aux.requires_grad:
+                warn(
+                    "the loss returned two numbers, and with has_aux=True the second is reported but not trained: "
+                    "return ((loss, penalty), aux) to train both, or (loss, value.detach()) to report it only"
+                )
+        return terms, aux
 
     def terms_and_seeds(self, terms: Terms, shares: Terms) -> tuple[list[Tensor], list[Tensor]]:
         """The terms that count, and their seeds: what a backward pass of sum_t share_t * term_t starts with.

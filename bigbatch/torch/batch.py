@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import operator
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -125,15 +126,23 @@ def _is_dataclass(nest: Any) -> bool:
 def check_batch_axis(name: str, value: Any) -> Any:
     """For batch_axis: a whole number, or a nest of whole numbers and None. Returns it."""
     if isinstance(value, Mapping | tuple | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            if item is not None:
-                check_batch_axis(name, item)
-    elif isinstance(value, bool) or not isinstance(value, int):
+        checked = [
+            None if item is None else check_batch_axis(name, item)
+            for item in (value.values() if isinstance(value, Mapping) else value)
+        ]
+        if isinstance(value, Mapping):
+            return dict(zip(value, checked, strict=True))
+        return value._make(checked) if hasattr(value, "_make") else type(value)(checked)
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # of NumPy's numbers too
+    except TypeError:
+        number = None
+    if number is None:
         raise OptionError(
             f"{name} is {value!r}: pass a whole number, or for each tensor its own in a nest like the batch, with None "
             "for one that is passed whole"
         )
-    return value
+    return number
 
 
 def axes(batch: Any, batch_axis: BatchAxis, name: str = "batch") -> list[tuple[str, Any, int | None]]:

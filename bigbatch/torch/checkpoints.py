@@ -55,10 +55,8 @@ class Checkpoints(Resumable):
                 "the model is trained by several ranks, each with a state of its own: save it with "
                 "torch.distributed.checkpoint, which knows them all"
             )
-        own = parts_of(accumulator)
-        if taken := sorted(own.keys() & more.keys()):
-            raise OptionError(f"{taken[0]} is saved already, as that of the accumulator: give yours another name")
-        self._parts: dict[str, Any] = {**own, **more}
+        self._accumulator, self._more = accumulator, more
+        self._parts()  # which may refuse a name
         super().__init__(folder, every=every, keep=keep, history=history, to_array=to_array, from_array=from_array)
 
     def restore(self) -> bool:
@@ -68,16 +66,22 @@ class Checkpoints(Resumable):
         """
         return self._restore()
 
+    def _parts(self) -> dict[str, Any]:
+        """What is saved, by name. The accumulator may have another schedule than when this was made."""
+        own = parts_of(self._accumulator)
+        if taken := sorted(own.keys() & self._more.keys()):
+            raise OptionError(f"{taken[0]} is saved already, as that of the accumulator: give yours another name")
+        return {**own, **self._more}
+
     def _state(self) -> tuple[Any, Mapping[str, bytes]]:
-        return state_of(self._parts), {}
+        return state_of(self._parts()), {}
 
     def _load(self, state: Any, files: Mapping[str, bytes]) -> None:
-        load_state(self._parts, state)
+        load_state(self._parts(), state)
 
     def _progress(self) -> tuple[int, int]:
         """The steps, and the micro-batches of an open window. What an interrupted step has is no whole batch."""
-        accumulator = self._parts["accumulator"]
-        return accumulator.num_steps, accumulator.num_fed
+        return self._accumulator.num_steps, self._accumulator.num_fed
 
     def _random(self, data: Any) -> dict[str, Any]:
         return {

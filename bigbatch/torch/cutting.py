@@ -243,6 +243,12 @@ def _size_of_lists(batch: Any, name: str, axis: BatchAxis) -> int:
             f'the {name} is a {type(batch).__name__} without lists, which cut="list" cannot cut: pass a list of '
             "samples, or a tuple or a dict of lists with an item for each sample"
         )
+    if type(batch) is tuple and _may_be_samples(batch):
+        raise BatchError(
+            f"the {name} is a tuple of {len(batch)} tuples with {len(batch[0])} items, which may be samples or lists: "
+            "pass list(batch) if each item is a sample, or tuple(zip(*batch)) to have lists with an item for each "
+            "sample"
+        )
     first, size = sizes[0]
     for other, num in sizes:
         if num != size:
@@ -253,6 +259,23 @@ def _size_of_lists(batch: Any, name: str, axis: BatchAxis) -> int:
     if not size:
         raise BatchError(f"{first} has 0 samples: leave empty batches out of the stream")
     return size
+
+
+def _may_be_samples(batch: tuple[Any, ...]) -> bool:
+    """Whether a tuple, which is read as one of lists, looks like one of samples: `collate_fn=tuple` makes it.
+
+    Samples have the same kind of thing at the same place; lists have the same kind throughout.
+    """
+    if not all(type(item) in (tuple, list) for item in batch) or len({len(item) for item in batch}) != 1:
+        return False
+    if not batch[0] or not all(map(_is_one_kind, zip(*batch, strict=True))):
+        return False
+    return 1 < len(batch[0]) < len(batch) or not all(map(_is_one_kind, batch))
+
+
+def _is_one_kind(items: Sequence[Any]) -> bool:
+    kinds = {(type(item), getattr(item, "dtype", None), getattr(item, "ndim", None)) for item in items}
+    return len(kinds - {(type(None), None, None)}) <= 1
 
 
 def take(batch: Any, rows: slice | Sequence[int], axis: BatchAxis = 0, *, is_whole: bool = True) -> Any:

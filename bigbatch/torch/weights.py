@@ -75,7 +75,8 @@ def class_weights(
         ignore_index: The label that does not count.
         shift: Whether position t predicts label t + 1, so that the first label of each sequence does not count.
     """
-    table = torch.as_tensor(weights).detach()
+    dtype = None if isinstance(weights, Tensor) else torch.float64  # 0.1 in float32 is not 0.1
+    table = torch.as_tensor(weights, dtype=dtype).detach()
     core_labels.check_table(table.shape, is_good=bool((table.isfinite() & (table >= 0)).all()))
     return partial(_of_classes, table, labels, ignore_index, shift)
 
@@ -117,7 +118,7 @@ def with_total(
     A 0-dim tensor is passed whole to every micro-batch, so each of them divides by the total of the whole batch.
 
     Args:
-        batch: A mapping, a tuple or a list; or a `Window` of them. None on a rank that has no data.
+        batch: A mapping, a tuple or a list, but not a list of samples; or a `Window` of them. None on a rank that has no data.
         count: `count(batch)` returns what to add up: the number of positives, of boxes.
         key: Where the total goes in a mapping. In a tuple or a list it becomes the last item.
         at_least: The total is never less than this, so that a batch without positives does not divide by zero.
@@ -125,6 +126,8 @@ def with_total(
             this before each step.
     """
     parts = [] if batch is None else list(batch) if isinstance(batch, Window) else [batch]
+    for part in parts:
+        _check_no_samples(part, over)
     if over is not None and over._ranks.is_distributed:
         total = _as_tensor(over._ranks.add_up(lambda: _added_up(count, parts).item()), parts)
     elif parts:
@@ -150,7 +153,8 @@ def _of_classes(table: Tensor, where: Where, ignore_index: int, shift: bool, bat
     if found.is_cpu and (counted := found[is_counted & ~is_known]).numel():
         raise core_labels.out_of_range(int(counted.min()), int(counted.max()), num)
     # on a device nobody waits for this: there a label without a weight gives NaN, which the accumulator refuses
-    each = table.to(found.device)[found.clamp(0, num - 1)]
+    on_device = table.float() if found.device.type == "mps" else table  # mps has no float64
+    each = on_device.to(found.device)[found.clamp(0, num - 1)]
     return torch.where(is_known, each, torch.nan).where(is_counted, 0)
 
 
@@ -174,6 +178,16 @@ def _as_tensor(total: Any, parts: list[Any]) -> Tensor:
         return total
     device = next((tensor.device for part in parts for tensor in tensors(part)), None)
     return torch.tensor(total, device=device)
+
+
+def _check_no_samples(batch: Any, over: "Accumulator | None") -> None:
+    """Raises BatchError for a list of samples, in which the total would be one more of them."""
+    is_list_of_samples = over is not None and over.cut == "list"
+    if type(batch) is list and (is_list_of_samples or not any(isinstance(item, Tensor) for item in batch)):
+        raise BatchError(
+            f"the batch is a list of {len(batch)} samples, and a total would become one more of them: pass "
+            '{"samples": batch}, or tuple(batch) if its items are not samples'
+        )
 
 
 def _with(batch: Any, key: str, total: Tensor) -> Any:

@@ -86,6 +86,7 @@ class Cut:
         *,
         has_norms: bool,
         runs_all: bool = False,
+        call: str = "step()",
     ) -> "Cut":
         """Cuts and weighs a batch, or weighs the micro-batches of a window.
 
@@ -95,10 +96,10 @@ class Cut:
         sizes: Sequence[int] = ()
         if is_cut:
             if micro_batch_size is None:
-                raise OptionError("step() does not know where to cut the batch: pass micro_batch_size=…, or a Window")
+                raise OptionError(f"{call} needs to know where to cut the batch: pass micro_batch_size=…, or a Window")
             micro_batches, sizes = cutting(batch, micro_batch_size, avoid_single_sample=has_norms)
         elif not batch:
-            raise BatchError("the window has 0 micro-batches: leave empty windows out of the stream")
+            raise BatchError("the window has 0 micro-batches: pass at least one, or make no step")
         else:
             micro_batches = batch
             if weight is None:
@@ -300,9 +301,10 @@ class MicroBatch:
         step: The step that this micro-batch completed, once the block has ended; None if its window goes on.
     """
 
-    def __init__(self, feed: Callable[["MicroBatch", Any], None], *, can_skip: bool) -> None:
+    def __init__(self, feed: Callable[["MicroBatch", Any], None], *, can_skip: bool, is_weighted: bool) -> None:
         self._feed = feed
         self._can_skip = can_skip
+        self.is_weighted = is_weighted
         self.is_skipped = False
         self.has_begun = False  # something may have been added
         self.is_fed = False  # all of it was

@@ -62,9 +62,9 @@ def test_a_word_counts_for_everything_below_it() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"a": "sum"}, r"no word for aux\['b'\]\[0\]: name every part"),
-        ({"a": "sum", "b": "sum", "c": "sum"}, r"a word for aux\['c'\], which the loss does not return: .*aux\['a'\]"),
-        ({"a": "sum", "b": ["sum"]}, r"no word for aux\['b'\]\[1\]"),
+        ({"a": "sum"}, r"does not say how to combine aux\['b'\]\[0\]: name every part"),
+        ({"a": "sum", "b": "sum", "c": "sum"}, r"combine aux\['c'\], which the loss does not return: .*aux\['a'\]"),
+        ({"a": "sum", "b": ["sum"]}, r"does not say how to combine aux\['b'\]\[1\]"),
     ],
 )
 def test_words_that_do_not_fit_are_refused(words: Any, message: str) -> None:
@@ -107,7 +107,7 @@ def test_ways(kind: Kind, word: Any, way: Any) -> None:
         (FLOAT, "concatenate", 4, "no row for each sample"),
         (ROWS, "auto", 8, r"aux\['a'\] has the shape \(4, 2\) for 8 samples"),
         (ROWS, "auto", None, "for an unknown number of samples"),
-        (Kind((), "other", "str"), "mean", 4, r"aux\['a'\] is a str, which cannot be combined"),
+        (Kind((), "other", "str"), "mean", 4, r"aux\['a'\] is of type str, which cannot be combined"),
     ],
 )
 def test_leaves_that_cannot_be_combined_are_refused(kind: Kind, word: str, num_samples: Any, message: str) -> None:

@@ -168,6 +168,15 @@ def test_metrics_leave_out_steps_without_weight_and_keep_nan_with_weight():
     assert all(map(math.isnan, made.metrics["m"]))
 
 
+def test_metrics_count_steps_that_were_not_applied_as_losses_do():
+    good = step(weight=1, metrics={"m": 0.5, "n": 2.0}, summed=("n",))
+    bad = step((math.nan,), 1, is_applied=False, metrics={"m": math.nan, "n": 3.0}, summed=("n",))
+    made = history([good, bad])
+    assert math.isnan(made.losses[0])
+    assert math.isnan(made.metrics["m"][0])
+    assert made.metrics["n"] == [5.0]
+
+
 def test_an_empty_history_has_no_metrics():
     assert History().metrics == {}
 
@@ -347,13 +356,14 @@ def test_tensorboard_has_the_figures_of_each_step(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = TensorBoard(tmp_path, first_step=10)
-    log(step((2.0,), metrics={"accuracy": 0.5}))
+    log(step((2.0,), metrics={"accuracy": 0.5, "loss": 7.0}))
     log(step((math.nan,), grad_norm=None, metrics={"accuracy": 0.75}))
     log.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     found = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert found == {"loss": [(11, 2.0)], "grad_norm": [(11, 1.0)], "accuracy": [(11, 0.5), (12, 0.75)]}
+    of_loss = {"loss": [(11, 2.0)], "metrics.loss": [(11, 7.0)]}
+    assert found == {**of_loss, "grad_norm": [(11, 1.0)], "accuracy": [(11, 0.5), (12, 0.75)]}
 
 
 def test_without_tensorboard_the_extra_is_named(tmp_path, monkeypatch):

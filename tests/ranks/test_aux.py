@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import BigBatchWarning, RankError, Window
+from bigbatch import BigBatchWarning, OptionError, RankError, Window
 from bigbatch.torch import Accumulator
 from bigbatch.torch import batch as nest
 from tests.problems import IGNORED
@@ -166,14 +166,35 @@ def test_ranks_with_different_aux_all_refuse(change: str, rank: int, size: int) 
         value, aux = of_samples(model, batch)
         if change == "name":
             return value, {f"a{dist.get_rank()}": aux["margin"]}
-        return value, aux["margin"] if dist.get_rank() else aux["logits"].sum(0)
+        return value, aux["margin"].detach() if dist.get_rank() else aux["logits"].sum(0)
 
     work = works(size)["uneven"]
     accumulator = accumulator_for(work, "ddp", loss, aux="mean")
     before = flat(accumulator.model)
-    with pytest.raises(RankError, match=r"on one rank and .* on another|on two ranks: aux is a tensor of float"):
+    with pytest.raises(RankError, match=r"on one rank and .* on another|on two ranks: aux is a tensor of shape"):
         accumulator.step(work.own(rank)[0])
     assert torch.equal(flat(accumulator.model), before)
+
+
+@pytest.mark.parametrize("way", ["batch", "micro_batch"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp, window"])
+def test_aux_that_cannot_be_combined_on_one_rank(wrap: str, way: str, rank: int, size: int) -> None:
+    if way == "micro_batch" and wrap != "ddp":
+        pytest.skip("with fully_shard all ranks feed equally many micro-batches")
+
+    def loss(model: nn.Module, batch: Batch) -> Any:
+        value, aux = of_samples(model, batch)
+        return value, {"ok": aux["correct"] > 3 if rank == 1 else aux["correct"].item()}
+
+    work = works(size)["uneven"]
+    accumulator = accumulator_for(work, wrap, loss, aux="auto")
+    before = whole(accumulator.model)
+    message = "true or false" if rank == 1 else "returned on rank 1 cannot be combined, so no rank made this step"
+    with pytest.raises(OptionError if rank == 1 else RankError, match=message):
+        fed(accumulator, work.own(rank)[0], way)
+    assert torch.equal(whole(accumulator.model), before)
+    accumulator.loss = lambda model, batch: (of_samples(model, batch)[0], {})
+    assert fed(accumulator, work.own(rank)[0], way).is_applied
 
 
 def test_a_function_that_fails_on_one_rank(rank: int, size: int) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import BatchError, BigBatchError, Interrupted, LossError, OptionError, StateError, Window
+from bigbatch import BatchError, BigBatchError, BigBatchWarning, Interrupted, LossError, OptionError, StateError, Window
 from bigbatch.core.checkpoint.serialize import from_bytes, to_bytes
 from bigbatch.torch import Accumulator, train_with_accumulation, verify
 from bigbatch.torch import batch as nest
@@ -337,21 +337,25 @@ BAD = {
     "scalar without has_aux": (False, lambda loss, out, k: (loss, loss), "2 terms but the weight has 1.*has_aux=True"),
     "no loss": (False, lambda loss, out, k: {"logits": out}, r'without "loss" \(it has logits\)'),
     "loss is None": (False, lambda loss, out, k: {"loss": None, "logits": out}, "pass labels to the model"),
-    "unreduced": (True, lambda loss, out, k: (out, loss), "instead of 1"),
+    "unreduced": (True, lambda loss, out, k: (out, loss.item()), "instead of 1"),
     "bool": (True, lambda loss, out, k: (loss, {"ok": loss < 3}), r"aux\['ok'\] is true or false"),
-    "object": (True, lambda loss, out, k: (loss, [Opaque()]), r"aux\[0\] is a Opaque"),
-    "text": (True, lambda loss, out, k: (loss, "text"), "aux is a str"),
-    "complex": (True, lambda loss, out, k: (loss, torch.tensor(1j)), "aux is a complex Tensor"),
+    "object": (True, lambda loss, out, k: (loss, [Opaque()]), r"aux\[0\] is of type Opaque"),
+    "text": (True, lambda loss, out, k: (loss, "text"), "aux is of type str"),
+    "complex": (True, lambda loss, out, k: (loss, torch.tensor(1j)), "aux is of type complex Tensor"),
     "no rows": (True, lambda loss, out, k: (loss, out[:1]), r"the shape \(1, 10\) for 4 samples"),
     "flattened": (True, lambda loss, out, k: (loss, out.flatten()), r"the shape \(40,\) for 4 samples"),
     "another name": (True, lambda loss, out, k: (loss, {f"a{k}": loss}), r"aux\['a0'\] for one micro-batch and aux"),
     "another width": (
         True,
         lambda loss, out, k: (loss, out[:, : 3 + k]),
-        r"with the shape \(4, 3\) for one micro-batch and .* \(4, 4\) for another",
+        r"a tensor of shape \(4, 3\) with floating-point numbers for one micro-batch and .* \(4, 4\) with",
     ),
-    "another kind": (True, lambda loss, out, k: (loss, k / 2 if k else 0), "is an integer .* and a floating-point"),
-    "None first": (True, lambda loss, out, k: (loss, k or None), "is None .* and an integer"),
+    "another kind": (
+        True,
+        lambda loss, out, k: (loss, k / 2 if k else 0),
+        "is one integer .* and one floating-point number",
+    ),
+    "None first": (True, lambda loss, out, k: (loss, k or None), "is None .* and one integer"),
 }
 
 
@@ -366,6 +370,67 @@ def test_bad_losses_are_refused_and_change_nothing(name: str) -> None:
     assert torch.equal(flat(model), before)
     accumulator.loss = of_digits if has_aux else lambda model, batch: of_digits(model, batch)[0]
     assert accumulator.step(digits()).is_applied
+
+
+def test_squeeze_on_a_single_sample_is_named() -> None:
+    accumulator = made(
+        nn.Linear(64, 1).double(), lambda model, batch: (model(batch["x"]).mean(), model(batch["x"]).squeeze()), 4
+    )
+    with pytest.raises(LossError, match=r"\(4,\) .* and one floating-point number for another.*squeeze\(-1\) does not"):
+        accumulator.step(digits())  # 13 samples
+
+
+def test_a_second_number_that_is_not_trained_is_warned_of_once() -> None:
+    model = classifier()
+    accumulator = made(model, lambda model, batch: (of_digits(model, batch)[0], model(batch["x"]).square().mean()))
+    with pytest.warns(BigBatchWarning, match=r"not trained: return \(\(loss, penalty\), aux\) to train both") as found:
+        accumulator.step(digits())
+    assert len(found) == 1
+    accumulator.step(digits())  # warnings are errors
+    made(model, lambda model, batch: (of_digits(model, batch)[0], model(batch["x"]).mean().detach())).step(digits())
+
+
+def test_two_metrics_of_one_name_are_refused() -> None:
+    loss = returning(lambda loss, out, k: (loss, {"a.b": 1.0, "a": {"b": 2.0}}))
+    with pytest.raises(OptionError, match=r"aux\['a.b'\] and aux\['a'\]\['b'\] would both be the metric \"a.b\""):
+        made(classifier(), loss).step(digits())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_sum_in_low_precision_is_kept_in_a_wider_dtype(dtype: torch.dtype) -> None:
+    count = torch.tensor([301.0, 1.0], dtype=dtype)  # 301 * 250 is infinite in float16 and rounded in bfloat16
+
+    def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        return of_digits(model, batch)[0], {"sum": count, "mean": count}
+
+    aux = made(classifier(), loss, 1, aux={"sum": "sum", "mean": "mean"}).step(digits(250)).aux
+    assert aux["sum"].dtype == torch.float32
+    assert aux["sum"].tolist() == [250 * count[0].item(), 250]
+    assert aux["mean"].dtype == dtype
+
+
+def test_a_mean_over_micro_batches_needs_a_weight_with_reduction_sum() -> None:
+    def of_sums(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return each.sum(), {"mean": each.mean(), "n": len(each)}
+
+    batch, model = digits(), classifier()
+    accumulator = made(model, of_sums, reduction="sum", accumulation_steps=100)
+
+    def feed(*weights: Any) -> Any:
+        for part, weight in zip((slice(0, 12), slice(12, 13)), weights, strict=True):
+            with accumulator.micro_batch(weight) as micro:
+                micro.backward(of_sums(model, {name: tensor[part] for name, tensor in batch.items()}))
+        return accumulator.flush()
+
+    with pytest.raises(
+        OptionError, match=r"aux\['mean'\] becomes a mean .*: pass micro_batch\(weight=len\(y\)\)"
+    ) as found:
+        feed(None, None)
+    assert not hasattr(found.value, "__notes__")  # nothing was added
+    assert accumulator.num_fed == 0
+    expected = of_sums(model, batch)[1]["mean"].item()
+    assert_same(feed(12, 1).aux["mean"], expected)
 
 
 def test_in_micro_batch_the_number_of_samples_is_not_known() -> None:
@@ -619,7 +684,7 @@ def test_hugging_face_return_dict_false_without_has_aux() -> None:
 
 def test_hugging_face_caches_are_refused_by_name() -> None:
     model, batch = gpt2()
-    with pytest.raises(BigBatchError, match=r"aux\['past_key_values'\] is a DynamicCache"):
+    with pytest.raises(BigBatchError, match=r"aux\['past_key_values'\] is of type DynamicCache"):
         made(model, lambda model, batch: model(**batch), weight=shifted).step(batch)
 
 

@@ -323,7 +323,7 @@ def test_it_unscales_anew_without_an_update_in_between() -> None:
 def test_one_that_is_not_finite_is_told_and_not_left() -> None:
     accumulator = make(max_skipped=2)
     before = snapshot(accumulator)
-    with pytest.warns(BigBatchWarning, match=r"backward\(\) left no gradient for step 1: .* of 0\.weight is not"):
+    with pytest.warns(BigBatchWarning, match=r"backward\(\) left no gradient in \.grad: .* of 0\.weight is not"):
         step = accumulator.backward(bad_batch())
     assert not torch.isfinite(torch.tensor(step.grad_norm))
     assert_untouched(accumulator, before)
@@ -333,10 +333,15 @@ def test_one_that_is_not_finite_is_told_and_not_left() -> None:
     assert_exact_step(accumulator)
 
 
+def test_without_a_size_its_own_name_is_in_the_message() -> None:
+    with pytest.raises(OptionError, match=r"^backward\(\) needs to know where to cut the batch: pass micro_batch_size"):
+        make(micro_batch_size=None).backward(make_batch())
+
+
 def test_raise_and_stop() -> None:
     accumulator = make(on_nonfinite="raise")
     before = snapshot(accumulator)
-    with pytest.raises(NonFiniteError, match=r"0\.weight is not finite in step 1, so no gradient was left"):
+    with pytest.raises(NonFiniteError, match=r"0\.weight is not finite in backward\(\), so \.grad has no gradient"):
         accumulator.backward(bad_batch())
     accumulator.loss = lambda model, batch: loss(model, batch) + torch.inf
     with pytest.raises(NonFiniteError, match="the loss is not finite"):

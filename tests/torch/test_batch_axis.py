@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -111,7 +112,17 @@ def test_as_many_time_steps_as_samples(num_steps: int) -> None:
         assert error(made(Recurrent), loss, ragged(num_steps), micro_batch_size, **options) <= 1e-12
 
 
-@pytest.mark.parametrize("batch_axis", [1, -2, {"x": 1, "y": 1, "mask": 1}, {"x": -2, "y": -1, "mask": -1}])
+@pytest.mark.parametrize(
+    "batch_axis",
+    [
+        1,
+        -2,
+        {"x": 1, "y": 1, "mask": 1},
+        {"x": -2, "y": -1, "mask": -1},
+        np.int64(1),
+        dict.fromkeys("xy", np.int8(1)) | {"mask": 1},
+    ],
+)
 def test_an_axis_can_be_said_in_several_ways(batch_axis: Any) -> None:
     def turned(model: nn.Module, batch: Any) -> Tensor:
         if batch_axis != -2:

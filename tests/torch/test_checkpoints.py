@@ -411,6 +411,25 @@ def test_another_schedule_or_order_changes_nothing(tmp_path: Path) -> None:
         assert checkpoints.restore()
 
 
+def test_a_schedule_that_the_accumulator_gets_later_is_saved(tmp_path: Path) -> None:
+    def made() -> tuple[Accumulator, Checkpoints]:
+        model = nn.Linear(10, 10)
+        accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=1.0), loss, 5)
+        checkpoints = Checkpoints(tmp_path, accumulator)
+        accumulator.scheduler = torch.optim.lr_scheduler.StepLR(accumulator.optimizer, 1, 0.5)
+        return accumulator, checkpoints
+
+    accumulator, checkpoints = made()
+    with checkpoints:
+        accumulator.step((torch.ones(5, 10), torch.ones(5, dtype=torch.long)))
+        checkpoints.save(wait=True)
+    found, checkpoints = made()
+    with checkpoints:
+        assert checkpoints.restore()
+    assert found.scheduler.last_epoch == 1
+    assert found.scheduler.get_last_lr() == [0.5]
+
+
 def test_other_optimizers_change_nothing(tmp_path: Path) -> None:
     def trained(*groups: int) -> Accumulator:
         """Two layers, whose parameters the optimizers with these numbers hold."""

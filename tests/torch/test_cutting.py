@@ -116,6 +116,34 @@ def test_a_window_of_lists_counts_samples() -> None:
     assert (found[0] - found[1]).norm() <= 1e-12
 
 
+def test_a_tuple_of_samples_is_refused_with_both_remedies() -> None:
+    """`collate_fn=tuple` makes it, and read as a tuple of lists it has two samples."""
+    x, y = [s["x"] for s in samples()], [s["y"] for s in samples()]
+    cutting = Cutting(cut="list")
+    alike = tuple((torch.ones(2), torch.zeros(2)) for _ in range(5))
+    for batch in (
+        tuple(zip(x, y, strict=True)),
+        alike,
+        tuple(map(list, alike)),
+        tuple(zip(x[:2], ["a", "b"], strict=True)),
+    ):
+        with pytest.raises(BatchError, match=r"pass list\(batch\) if each .* sample, or tuple\(zip\(\*batch\)\)"):
+            cutting(batch, 2)
+        assert sum(cutting(list(batch), 2)[1]) == len(batch)
+        assert sum(cutting(tuple(zip(*batch, strict=True)), 2)[1]) == len(batch)
+
+
+def test_a_tuple_of_lists_with_few_samples_is_no_tuple_of_samples() -> None:
+    image, boxes = torch.ones(3, 4, 4), {"boxes": torch.ones(2, 4)}
+    for batch, size in (
+        (((image,), (boxes,)), 1),
+        (([image, image], [boxes, None], ["a", "b"]), 2),
+        (((image,), (image,)), 1),
+        (([image] * 3, [image] * 3), 3),
+    ):
+        assert Cutting(cut="list")(batch, 2)[1][0] == min(2, size)
+
+
 def test_what_cannot_be_cut_as_a_list_is_refused() -> None:
     cutting = Cutting(cut="list")
     x = [torch.ones(2)] * 4

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import NonFiniteError, OptionError
+from bigbatch import Interrupted, NonFiniteError, OptionError
 from bigbatch.torch import Accumulator
 
 FIXED = {"model", "optimizer", "reduction", "precision", "scaler", "accumulate_dtype", "capture", "group", "reduce"}
@@ -103,6 +103,37 @@ def test_options_set_later_are_used(name: str, value: Any) -> None:
     found = after(accumulator)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert name == "micro_batch_size" or not torch.allclose(found, unchanged, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch_axis", 1), ("cut", lambda batch, sizes: [batch[k : k + 2] for k in (2, 0)]), ("num_samples", len)],
+)
+def test_how_a_batch_is_cut_cannot_be_changed_in_the_middle_of_one(name: str, value: Any) -> None:
+    model = nn.Linear(4, 4).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(4, 4, 4).double()
+
+    def interrupting(model: nn.Module, micro_batch: Tensor) -> Tensor:
+        accumulator.interrupt()
+        return model(micro_batch).square().mean()
+
+    accumulator = Accumulator(model, optimizer, interrupting, 2, accumulation_steps=2)
+    before = getattr(accumulator, name)
+    with pytest.raises(Interrupted):
+        accumulator.step(batch)
+    with pytest.raises(OptionError, match=f"^{name} was changed while a step is interrupted: .*forget"):
+        setattr(accumulator, name, value)
+    assert getattr(accumulator, name) == before
+    setattr(accumulator, name, before)  # no change
+    accumulator.forget()
+    with accumulator.micro_batch(weight=4) as micro:
+        micro.backward(model(batch).square().mean())
+    with pytest.raises(OptionError, match=f"^{name} was changed while a window is open"):
+        setattr(accumulator, name, value)
+    accumulator.flush()
+    setattr(accumulator, name, value)
+    assert getattr(accumulator, name) == value
 
 
 def test_accumulation_steps_set_later() -> None:

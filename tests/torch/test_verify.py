@@ -197,6 +197,15 @@ def test_weight_that_disagrees_with_the_loss_is_named_with_both_values() -> None
     assert "25% : 25% : 25% : 25%" in cause
 
 
+def test_a_term_that_nothing_counts_is_named() -> None:
+    def two(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = model(batch[0])
+        return F.cross_entropy(logits, batch[1]), logits.square().mean()
+
+    found = verify(classifier(), data(), two, 16, weight=lambda batch: (0, len(batch[1])))
+    assert only(found.causes).startswith("term 1 of 2: `weight` returns 0 for every micro-batch, so this loss is not")
+
+
 def test_labels_counted_without_the_shift_are_named() -> None:
     """A language model predicts token t+1, so the first label of each text is not a target."""
     batch = {name: torch.as_tensor(array) for name, array in tokens(3, 60, 17, 40, 9).items()}

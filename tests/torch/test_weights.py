@@ -17,6 +17,7 @@ from transformers.tokenization_utils_base import BatchEncoding
 
 from bigbatch import BatchError, BigBatchWarning, OptionError, WeightError, Window
 from bigbatch.torch import Accumulator, verify, weights
+from bigbatch.torch.cutting import Cutting
 from bigbatch.torch.window import fetch_weights
 from tests.problems import IGNORED, VOCABULARY, Problem, samples, tokens
 
@@ -329,6 +330,17 @@ def test_the_total_of_an_accumulator_in_one_process() -> None:
     assert weights.with_total(boxes(), positives, over=accumulator)["total"] == positives(boxes())
 
 
+@pytest.mark.parametrize("cut", ["list", None])
+def test_a_total_is_no_sample(cut: Any) -> None:
+    model = detector()
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), cut=cut)
+    samples = [X, X] if cut else [(X, X), (X, X)]
+    with pytest.raises(BatchError, match=r'a list of 2 samples, and a total .* pass \{"samples": batch\}, or tuple'):
+        weights.with_total(samples, lambda _: 1, over=accumulator if cut else None)
+    found = weights.with_total({"samples": samples}, lambda _: 1, over=accumulator)
+    assert Cutting(cut="list")(found, 1)[0][1] == {"samples": samples[1:], "total": 1}
+
+
 @pytest.mark.parametrize(
     ("batch", "options", "kind", "message"),
     [
@@ -341,6 +353,19 @@ def test_the_total_of_an_accumulator_in_one_process() -> None:
 def test_totals_that_are_refused(batch: Any, options: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         weights.with_total(batch, lambda _: 1, **options)
+
+
+def test_plain_class_weights_are_not_rounded_to_float32() -> None:
+    x, y = torch.randn(7, 3).double(), torch.tensor([0, 1, 1, 0, 1, 1, 0])
+    plain = [0.1, 0.7]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], weight=torch.tensor(plain, dtype=torch.float64))
+
+    model = nn.Linear(3, 2).double()
+    assert verify(model, (x, y), loss, 2, weight=weights.class_weights(plain, 1))
+    rounded = weights.class_weights(torch.tensor(plain), 1)
+    assert not verify(model, (x, y), loss, 2, weight=rounded)
 
 
 # --- bad input -------------------------------------------------------------------------------------------
@@ -365,11 +390,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "label too large": (
         lambda: weights.class_weights([1.0, 2.0])({"labels": LABELS}),
-        "the labels have a 5, but there are 2 class weights, for the labels 0 to 1",
+        "one of the labels is 5, but there are 2 class weights, for the labels 0 to 1",
     ),
     "label below 0": (
         lambda: weights.class_weights([1.0] * 9, ignore_index=-1)({"labels": LABELS}),
-        "the labels have a -100, but there are 9 class weights.*ignore_index= if -100 should not count",
+        "one of the labels is -100, but there are 9 class weights.*ignore_index= if -100 should not count",
     ),
     "table of two axes": (lambda: weights.class_weights([[1.0]]), r"the class weights have the shape \(1, 1\)"),
     "empty table": (lambda: weights.class_weights([]), r"the class weights have the shape \(0,\)"),

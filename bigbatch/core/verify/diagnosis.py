@@ -129,6 +129,11 @@ class Experiments:
             return None
         if is_same(np.sum([right[k] * micro[k] for k in finite], axis=0)[:-1], whole[:-1], self._close):
             return None
+        if not right[finite].any():
+            return (
+                "`weight` returns 0 for every micro-batch, so this loss is not trained: return the number of samples "
+                "or tokens that it averages over"
+            )
         mix = self._mix([micro[k] for k in finite], whole)
         try:
             kind, ratio, halves = self._kind(finite, micro, mix, term)
