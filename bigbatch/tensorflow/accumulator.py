@@ -245,7 +245,7 @@ class Accumulator(tf.Module):
         return self._run("step()", batch, self._update)
 
     @tf.autograph.experimental.do_not_convert
-    def gradients(self, batch: Any) -> tuple[list[Gradient], Step]:
+    def gradients(self, batch: Any, *more: Never) -> tuple[list[Gradient], Step]:
         """The gradient of the whole batch, without a step of the optimizer.
 
             gradients, step = accumulator.gradients(batch)
@@ -264,6 +264,8 @@ class Accumulator(tf.Module):
         Args:
             batch: As for `step`.
         """
+        if more:
+            raise BatchError(one_batch("gradients", 1 + len(more)))
         return self._run("gradients()", batch, self._update.without_step)
 
     def _run(self, call: str, batch: Any, finish: _Finish) -> Any:
