@@ -201,12 +201,18 @@ tensorflow: the optimizer adds the reduced gradient up again | tensorflow/intern
 tensorflow: the means of aux are those of micro-batches | tensorflow/auxiliary.py | test-tensorflow
 - return tf.math.multiply_no_nan(wide, weight) if leaf.way == "mean" else wide
 + return wide * tf.cast(weight > 0, WEIGHT) if leaf.way == "mean" else wide
-tensorflow: the pooled variance leaves out the one between micro-batches | tensorflow/batch_norm.py | test-tensorflow
-- one.squares + squares + apart**2 * part * one.count
+tensorflow: the pooled variance leaves out the one between micro-batches | core/moments.py | test-tensorflow
+- one.squares + squares + apart * apart * part * one.count
 + one.squares + squares
 tensorflow: moving statistics are those of one replica | tensorflow/batch_norm.py | test-tensorflow
 - if replicas.is_shared() and pooled:
 + if not replicas.is_shared() and pooled:
+tensorflow: statistics of a window of micro_batch() stay for the next | tensorflow/window.py | test-tensorflow
+- self.moments.clear()
++ self.moments.prepare()
+tensorflow: layers that cannot be pooled are not named | tensorflow/batch_norm.py | test-tensorflow
+- if names and not self._has_warned:
++ if not names and not self._has_warned:
 tensorflow: gradients() keeps the loss scale | tensorflow/update.py | test-tensorflow
 - gradients.scaled([self._of_one_replica(g)], 1 / scale)[0]
 + gradients.scaled([self._of_one_replica(g)], scale / scale)[0]
@@ -275,8 +281,8 @@ keras: a window divides by the number of micro-batches | keras/windows/step.py |
 keras: a window has one micro-batch too few | keras/windows/epoch.py | test-keras-torch
 - while len(window) < accumulation_steps:
 + while len(window) < accumulation_steps - 1:
-keras: the variance between micro-batches is left out | keras/batch_norm.py | test-keras-torch
-- one.squares + squares + ops.square(apart) * part * one.count
+keras: the variance between micro-batches is left out | core/moments.py | test-keras-torch
+- one.squares + squares + apart * apart * part * one.count
 + one.squares + squares
 checkpoint: a batch is trained on again after a resume | core/checkpoint/loop.py | test-torch test-jax test-crash
 - num_done = self.place

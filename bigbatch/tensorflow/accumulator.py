@@ -137,7 +137,7 @@ class Accumulator(tf.Module):
             sum, and a tensor with a row for each sample is concatenated, in the order of the batch.
         batch_norm: What BatchNormalization layers do with their moving statistics: "batch" updates them once per step,
             with the mean and variance of the whole batch; "micro_batch" lets each micro-batch do its own update;
-            "frozen" normalises with them and leaves them as they are. `add()` leaves this to your code.
+            "frozen" normalises with them and leaves them as they are. With `add()` your own code decides.
         variables: The variables to train. None for all trainable variables of the model.
 
     Attributes:

@@ -333,6 +333,13 @@ def test_layers_of_tf_keras_are_named() -> None:
     assert sum("1 BatchNormalization layer (old) update" in text for text in texts) == 1
 
 
+def test_layers_with_renorm_are_named() -> None:
+    model = make_model(renorm=True)
+    with warned() as texts:
+        make(model=model).step(make_batch())
+    assert sum(f"layer ({model.layers[0].name}) update" in text for text in texts) == 1
+
+
 @pytest.mark.parametrize(
     ("mode", "match"), [("batch", "add() cannot pool"), ("micro_batch", None), ("frozen", "add() cannot freeze")]
 )
@@ -380,7 +387,7 @@ def test_micro_batches_in_a_graph_of_the_users_are_pooled() -> None:
 
 
 @pytest.mark.parametrize("is_graph", [False, True])
-def test_micro_batches_on_replicas_are_pooled(is_graph: bool) -> None:
+def test_micro_batches_on_replicas_are_pooled(is_graph: bool, tmp_path: Path) -> None:
     strategy = mirrored()
     with strategy.scope():
         accumulator = make(None, accumulation_steps=2)
@@ -397,6 +404,11 @@ def test_micro_batches_on_replicas_are_pooled(is_graph: bool) -> None:
     for start, split in ((0, (4, 2)), (6, (6, 1))):
         rows = {name: values[start : start + sum(split)] for name, values in batch.items()}
         call(on_replicas(rows, split))
+        if start == 0:  # it has the sum over replicas
+            checkpoint = tf.train.Checkpoint(window=accumulator._window)
+            path = checkpoint.write(str(tmp_path / "saved"))
+            accumulator._window.clear()
+            checkpoint.read(path)
     assert_same(statistics(accumulator.model), after_plain_steps(batch), num_replicas=2)
 
 
@@ -412,6 +424,7 @@ def test_a_window_that_is_saved_in_its_middle_has_the_statistics(tmp_path: Path)
         with accumulator.micro_batch(weight=len(part["y"])) as micro:
             micro.backward(loss(accumulator.model, part))
         checkpoints.save()
+        checkpoints.close()
     assert_same(statistics(accumulator.model), after_plain_steps(make_batch()))
 
 
