@@ -201,7 +201,7 @@ tensorflow: the optimizer adds the reduced gradient up again | tensorflow/intern
 tensorflow: the means of aux are those of micro-batches | tensorflow/auxiliary.py | test-tensorflow
 - return tf.math.multiply_no_nan(wide, weight) if leaf.way == "mean" else wide
 + return wide * tf.cast(weight > 0, WEIGHT) if leaf.way == "mean" else wide
-tensorflow: the pooled variance leaves out the one between micro-batches | core/moments.py | test-tensorflow
+core: the pooled variance leaves out the one between micro-batches | core/moments.py | test-torch test-keras-torch
 - one.squares + squares + apart * apart * part * one.count
 + one.squares + squares
 tensorflow: moving statistics are those of one replica | tensorflow/batch_norm.py | test-tensorflow
@@ -281,9 +281,9 @@ keras: a window divides by the number of micro-batches | keras/windows/step.py |
 keras: a window has one micro-batch too few | keras/windows/epoch.py | test-keras-torch
 - while len(window) < accumulation_steps:
 + while len(window) < accumulation_steps - 1:
-keras: the variance between micro-batches is left out | core/moments.py | test-keras-torch
-- one.squares + squares + apart * apart * part * one.count
-+ one.squares + squares
+torch: the variance inside of micro-batches is left out of running statistics | torch/batch_norm.py | test-torch
+- found = Moments(number, mean, var * (number - lost).clamp(min=0))
++ found = Moments(number, mean, 0 * var)
 checkpoint: a batch is trained on again after a resume | core/checkpoint/loop.py | test-torch test-jax test-crash
 - num_done = self.place
 + num_done = max(0, self.place - 1)

@@ -30,7 +30,7 @@ from ..core.verify.result import Verification
 from ..core.weight import Reduction, Terms, Weights, as_terms, check_reduction, check_weight, has_weight, totals
 from ..core.window import AccumulationSteps, Window, steps_at
 from . import checks
-from .auxiliary import NO_AUX, BatchAux, WindowAux
+from .auxiliary import BatchAux, WindowAux
 from .backward import Backward, Loss
 from .batch import BatchAxis
 from .batch_norm import BatchNorms, Mode
@@ -270,7 +270,8 @@ class Accumulator:
                 with self._batch_norms.window(is_new=not num_done) if self._batch_norms.has_layers else _NOTHING:
                     sums, losses = self._accumulate(cut, window, get_totals)  # each forward, backward; reduced once
                     aux = self._combined_aux(window, cut.pass_weights, get_totals(), cut.num_skipped)
-                return aux.onto(finish(sums, losses, get_totals(), cut.largest_micro_batch))
+                step = finish(sums, losses, get_totals(), cut.largest_micro_batch)
+                return step if aux is None else aux.onto(step)
             except Exception as error:
                 cut.explain(error, num_done)
                 raise
@@ -547,7 +548,8 @@ class Accumulator:
         if self._batch_norms.has_layers:
             is_counted = has_weight(all_ranks.total, all_ranks.num_micro_batches, self.reduction)
             self._batch_norms.close(has_window=has_window, is_counted=is_counted)
-        return aux.onto(self._update(sums, losses, all_ranks))
+        step = self._update(sums, losses, all_ranks)
+        return step if aux is None else aux.onto(step)
 
     @property
     def num_fed(self) -> int:
@@ -559,10 +561,10 @@ class Accumulator:
 
     def _combined_aux(
         self, window: PartialWindow, weights: Sequence[Terms], totals: Totals, num_skipped: int = 0
-    ) -> BatchAux:
-        """What the loss returned beside its value, for the batch of all ranks."""
+    ) -> BatchAux | None:
+        """What the loss returned beside its value, for the batch of all ranks; None without `has_aux`."""
         if window.aux is None:
-            return NO_AUX
+            return None
         return window.aux.combined(weights, totals.total, self._ranks, num_skipped)
 
     def _check_no_window(self, name: str) -> None:

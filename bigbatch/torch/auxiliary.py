@@ -21,8 +21,6 @@ _FUNCTION = "a function"
 
 def terms_and_aux(returned: Any, num_weights: int | None, *, has_aux: bool) -> tuple[Terms, Any]:
     """What a loss returned, as the terms of the loss and aux; see `core.loss_result`."""
-    if isinstance(returned, Tensor) and not has_aux:
-        return (returned,), None
     return split(returned, num_weights, has_aux=has_aux, shape_of=_shape_of)
 
 

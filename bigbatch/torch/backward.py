@@ -81,7 +81,7 @@ class Backward:
 
     def feed(self, window: PartialWindow, weight: Terms, micro: MicroBatch, loss: Any) -> None:
         """Adds the gradient of a loss that the user has computed, each term to sums of its own."""
-        losses, aux = terms_and_aux(loss, len(weight), has_aux=self.has_aux)
+        losses, aux = self._split(loss, len(weight))
         is_any_low = self._check(losses, weight)
         is_sharded = self._ranks.is_sharded
         # The share becomes the unit of the sums, and not a factor of the loss, where that would round it; with a
@@ -112,7 +112,8 @@ class Backward:
         """Runs a spare micro-batch that counts zero, because ranks that have more micro-batches run the model."""
         with self._ranks.buffers_kept():
             spare = map_tensors(Tensor.clone, self._ranks.spare)  # a loss may write into it
-            terms, _ = self._forward(loss, spare if self._transfer is None else self._transfer.brought(spare), None)
+            spare = spare if self._transfer is None else self._transfer.brought(spare)
+            terms, _ = self._split(self._called(loss, spare), None)  # which does not count in BatchNorm's statistics
             buffer.add(
                 *self.terms_and_seeds(terms, tuple(torch.zeros_like(term) for term in terms))
             )  # what other ranks add
@@ -132,16 +133,22 @@ class Backward:
 
     def forward(self, loss: Loss, micro_batch: Any, num_weights: int | None) -> tuple[Terms, Any]:
         """The loss of a micro-batch, term by term, and aux."""
-        if not self.batch_norms.is_watching:
-            return self._forward(loss, micro_batch, num_weights)
-        self.batch_norms.begin()
-        found = self._forward(loss, micro_batch, num_weights)
-        self.batch_norms.pool()
-        return found
+        if self.batch_norms.is_watching:
+            self.batch_norms.begin()
+        returned = self._called(loss, micro_batch)
+        if self.batch_norms.is_watching:
+            self.batch_norms.pool()
+        return self._split(returned, num_weights)
 
-    def _forward(self, loss: Loss, micro_batch: Any, num_weights: int | None) -> tuple[Terms, Any]:
+    def _called(self, loss: Loss, micro_batch: Any) -> Any:
         with self.precision.autocast() if self.precision.dtype else nullcontext():
-            return terms_and_aux(loss(self._model, micro_batch), num_weights, has_aux=self.has_aux)
+            return loss(self._model, micro_batch)
+
+    def _split(self, returned: Any, num_weights: int | None) -> tuple[Terms, Any]:
+        """What a loss returned, as its terms and aux. Most return a tensor."""
+        if type(returned) is Tensor and not self.has_aux:
+            return (returned,), None
+        return terms_and_aux(returned, num_weights, has_aux=self.has_aux)
 
     def terms_and_seeds(self, terms: Terms, shares: Terms) -> tuple[list[Tensor], list[Tensor]]:
         """The terms that count, and their seeds: what a backward pass of sum_t share_t * term_t starts with.
