@@ -88,7 +88,9 @@ def test_metrics_are_those_of_the_full_batch_everywhere(tmp_path: Path, make: An
     assert verify(task)["is_exact"]
 
 
-@pytest.mark.parametrize("make", tasks())
+@pytest.mark.parametrize(
+    "make", [tasks()[0], *(pytest.param(task.values[0], id=task.id, marks=pytest.mark.slow) for task in tasks()[1:])]
+)
 def test_a_resumed_run_keeps_them(tmp_path: Path, make: Any) -> None:
     task = make(tmp_path)
     train(task, tmp_path / "run", "--no-compare", "--steps", 3)
