@@ -106,6 +106,10 @@ def test_a_resumed_run_keeps_them(tmp_path: Path, make: Any) -> None:
     [
         ("\nhas_aux = 1\n", "has_aux of tiny is 1: make it True if the loss returns (loss, aux)"),
         ("\nhas_aux = True\n", "with has_aux=True the loss must return"),
+        (
+            "\nplain = loss\ndef loss(model, batch):\n    return plain(model, batch), {}\n",
+            "pass has_aux=True, then aux arrives in step.aux (in a task, write has_aux = True in the file)",
+        ),
     ],
 )
 def test_a_task_that_cannot_have_aux_says_why(tmp_path: Path, code: str, told: str) -> None:
