@@ -1,6 +1,6 @@
 """Trains a small GPT-2 of Hugging Face on padded texts, with gradient accumulation.
 
-Four lines differ from transformers_before.py, which trains on the full batches. Both print the same numbers, up to rounding.
+Four lines differ from transformers_before.py, which trains on the full batches. Their losses agree up to rounding.
 """
 
 from pydoc_data.topics import topics
