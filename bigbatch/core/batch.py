@@ -37,7 +37,12 @@ def one_batch(call: str, num: int) -> str:
 
 
 def warn_of_batch_norm(
-    names: Sequence[str], freeze: str, *, layer: str = "BatchNorm", has_pooled_statistics: bool = False
+    names: Sequence[str],
+    freeze: str,
+    *,
+    layer: str = "BatchNorm",
+    has_pooled_statistics: bool = False,
+    statistics: str = "their running statistics are those of the whole batch",
 ) -> bool:
     """Warns that the gradient depends on where the batch is cut; returns whether there is any such layer.
 
@@ -46,12 +51,13 @@ def warn_of_batch_norm(
         freeze: How to freeze them in this framework: "put them into eval mode".
         layer: What the framework calls them.
         has_pooled_statistics: Whether their running statistics are updated once, with those of the whole batch.
+        statistics: What to say about that, if not all calls of a framework do it.
     """
     if names:
-        statistics = " (their running statistics are those of the whole batch)" if has_pooled_statistics else ""
+        pooled = f" ({statistics})" if has_pooled_statistics else ""
         warn(
             f"{len(names)} {layer} layer{'s' * (len(names) != 1)} in training mode ({names[0]} first) normalise by the "
-            f"micro-batch, so the gradient is not that of the full batch{statistics}: {freeze}, or use "
+            f"micro-batch, so the gradient is not that of the full batch{pooled}: {freeze}, or use "
             f"{_other_norms(layer)}, to be exact; verify() shows how far apart it is"
         )
     return bool(names)

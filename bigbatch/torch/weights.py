@@ -118,7 +118,8 @@ def with_total(
     A 0-dim tensor is passed whole to every micro-batch, so each of them divides by the total of the whole batch.
 
     Args:
-        batch: A mapping, a tuple or a list, but not a list of samples; or a `Window` of them. None on a rank that has no data.
+        batch: A mapping, a tuple or a list, but not a list of samples; or a `Window` of them. None on a rank that has
+            no data.
         count: `count(batch)` returns what to add up: the number of positives, of boxes.
         key: Where the total goes in a mapping. In a tuple or a list it becomes the last item.
         at_least: The total is never less than this, so that a batch without positives does not divide by zero.
