@@ -48,11 +48,17 @@ def warn_of_batch_norm(
         has_pooled_statistics: Whether their running statistics are updated once, with those of the whole batch.
     """
     if names:
-        statistics = " (their running statistics are those of the whole batch)" if has_pooled_statistics else ""
+        is_one = len(names) == 1
+        which = (
+            f"layer in training mode ({names[0]}) normalises"
+            if is_one
+            else (f"layers in training mode ({names[0]} first) normalise")
+        )
+        whose = "its" if is_one else "their"
+        statistics = f" ({whose} running statistics are those of the whole batch)" if has_pooled_statistics else ""
         warn(
-            f"{len(names)} {layer} layer{'s' * (len(names) != 1)} in training mode ({names[0]} first) normalise by the "
-            f"micro-batch, so the gradient is not that of the full batch{statistics}: {freeze}, or use "
-            f"{_other_norms(layer)}, to be exact; verify() shows how far apart it is"
+            f"{len(names)} {layer} {which} by the micro-batch, so the gradient is not that of the full batch"
+            f"{statistics}: {freeze}, or use {_other_norms(layer)}, to be exact; verify() shows how far apart it is"
         )
     return bool(names)
 

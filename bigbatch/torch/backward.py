@@ -104,7 +104,7 @@ class Backward:
         if window.aux is not None:
             window.aux.add(aux, None)
         if self.batch_norms.is_watching:
-            self.batch_norms.begin()  # compiled code does not know that it runs again in a backward pass
+            self.batch_norms.begin(continues=True)  # compiled code does not know that it runs again in a backward pass
         window.add(weight, values)
         micro.is_fed = True
 
