@@ -207,6 +207,12 @@ core: the pooled variance leaves out the one between micro-batches | core/moment
 tensorflow: moving statistics are those of one replica | tensorflow/batch_norm.py | test-tensorflow
 - if replicas.is_shared() and pooled:
 + if not replicas.is_shared() and pooled:
+tensorflow: statistics of a window of micro_batch() stay for the next | tensorflow/window.py | test-tensorflow
+- self.moments.clear()
++ self.moments.prepare()
+tensorflow: layers that cannot be pooled are not named | tensorflow/batch_norm.py | test-tensorflow
+- if names and not self._has_warned:
++ if not names and not self._has_warned:
 tensorflow: gradients() keeps the loss scale | tensorflow/update.py | test-tensorflow
 - gradients.scaled([self._of_one_replica(g)], 1 / scale)[0]
 + gradients.scaled([self._of_one_replica(g)], scale / scale)[0]

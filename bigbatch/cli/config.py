@@ -144,6 +144,13 @@ class Config:
         passed_on={"torch": "on_nonfinite", "tensorflow": "on_nonfinite"},
         read_by=("keras", "jax"),
     )
+    batch_norm: str = _flag(
+        "batch",
+        "batch, micro_batch or frozen: what BatchNorm layers do with their running statistics.",
+        _one_of("batch", "micro_batch", "frozen"),
+        passed_on={"torch": "batch_norm", "tensorflow": "batch_norm"},
+        read_by=("keras",),
+    )
     checkpoint_every: str | int | None = _flag(
         "10min", "How often to save a checkpoint: steps (100) or a time (10min).", _interval
     )
@@ -184,7 +191,7 @@ class Config:
 
 FLAGS = {each.name: each for each in fields(Config) if each.metadata}
 """The flags by name. Their `metadata` has the arguments of `_flag`."""
-VERIFY_FLAGS = ("batch_size", "micro_batch_size", "framework", "seed", "device")
+VERIFY_FLAGS = ("batch_size", "micro_batch_size", "batch_norm", "framework", "seed", "device")
 """The flags of `bigbatch verify`."""
 _NAMES = ("task", *FLAGS)
 _OUTPUT_OPTIONS: Mapping[str, _Check] = {"out": _text, "quiet": _switch, "json": _switch}

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..core.errors import BigBatchError, MissingExtraError
+from ..core.errors import BigBatchError, LossError, MissingExtraError
 from .errors import TaskError, TaskRaisedError
 from .names import check_name
 
@@ -82,6 +82,10 @@ def task_errors() -> Iterator[None]:
     """Marks errors that the code of the task raises, so that they are shown with the task's traceback."""
     try:
         yield
+    except LossError as error:
+        if "pass has_aux=True" not in str(error):
+            raise
+        raise LossError(f"{error} (in a task, write has_aux = True in the file)") from error
     except (BigBatchError, TaskRaisedError):
         raise
     except Exception as error:

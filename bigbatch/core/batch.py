@@ -37,7 +37,12 @@ def one_batch(call: str, num: int) -> str:
 
 
 def warn_of_batch_norm(
-    names: Sequence[str], freeze: str, *, layer: str = "BatchNorm", has_pooled_statistics: bool = False
+    names: Sequence[str],
+    freeze: str,
+    *,
+    layer: str = "BatchNorm",
+    has_pooled_statistics: bool = False,
+    statistics: str = "running statistics are those of the whole batch",
 ) -> bool:
     """Warns that the gradient depends on where the batch is cut; returns whether there is any such layer.
 
@@ -46,19 +51,16 @@ def warn_of_batch_norm(
         freeze: How to freeze them in this framework: "put them into eval mode".
         layer: What the framework calls them.
         has_pooled_statistics: Whether their running statistics are updated once, with those of the whole batch.
+        statistics: What to say about that, if not all calls of a framework do it.
     """
     if names:
-        is_one = len(names) == 1
-        which = (
-            f"layer in training mode ({names[0]}) normalises"
-            if is_one
-            else (f"layers in training mode ({names[0]} first) normalise")
-        )
-        whose = "its" if is_one else "their"
-        statistics = f" ({whose} running statistics are those of the whole batch)" if has_pooled_statistics else ""
+        which = f"layers in training mode ({names[0]} first) normalise"
+        if len(names) == 1:
+            which = f"layer in training mode ({names[0]}) normalises"
+        pooled = f" ({statistics})" if has_pooled_statistics else ""
         warn(
-            f"{len(names)} {layer} {which} by the micro-batch, so the gradient is not that of the full batch"
-            f"{statistics}: {freeze}, or use {_other_norms(layer)}, to be exact; verify() shows how far apart it is"
+            f"{len(names)} {layer} {which} by the micro-batch, so the gradient is not that of the full batch{pooled}: "
+            f"{freeze}, or use {_other_norms(layer)}, to be exact; verify() shows how far apart it is"
         )
     return bool(names)
 

@@ -35,6 +35,7 @@ def micro_batch_stats(before: Any, after: Any) -> MicroBatchStats:
         after: Those that it has updated.
     """
     old, new = _by_path(before), _by_path(after)
+    _check_same(old, new)
     means = _variance_of(new)
     if all(new[path] is leaf for path, leaf in old.items()):  # a merged NNX model changes the state it was made of
         raise OptionError(
@@ -59,7 +60,10 @@ def pooled_batch_stats(before: Any, found: MicroBatchStats, momentum: Any) -> An
         momentum: That of the model's BatchNorm layers (`nn.BatchNorm(momentum=…)`; Flax's default is 0.99). A dict of
             dicts with the names of the layers if they differ.
     """
+    if not isinstance(found, MicroBatchStats):
+        raise OptionError(_not_found(before, found))
     old, new = _by_path(before), _by_path(found.after)
+    _check_same(old, new)
     for mean, var in _variance_of(new).items():
         between = jnp.maximum(found.squares[mean] - jnp.square(new[mean] - old[mean]), 0)  # of means times (1 - m)
         new[var] = (new[var] + between / (1 - _momentum_of(mean, momentum))).astype(new[var].dtype)
@@ -69,6 +73,26 @@ def pooled_batch_stats(before: Any, found: MicroBatchStats, momentum: Any) -> An
 def _by_path(stats: Any) -> dict[str, Any]:
     """The leaves by their path: "BatchNorm_0/mean"."""
     return {"/".join(_names(path)): leaf for path, leaf in jax.tree.leaves_with_path(stats)}
+
+
+def _check_same(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Raises OptionError if these are the running statistics of other layers."""
+    if others := old.keys() ^ new.keys():
+        raise OptionError(
+            f"the running statistics before and after the micro-batch are not of the same layers ({min(others)!r} is "
+            'in one of them only): pass updated["batch_stats"] if the model was given batch_stats'
+        )
+
+
+def _not_found(before: Any, found: Any) -> str:
+    """What to do if `found` is not what `micro_batch_stats` returned."""
+    remedy = "pass pooled_batch_stats(stats, found, momentum) what the loss returned as aux, micro_batch_stats(…)"
+    if isinstance(before, MicroBatchStats):
+        remedy = "pass it as the second argument, and the running statistics as the first"
+    elif isinstance(found, Mapping):
+        names = [name for name, each in found.items() if isinstance(each, MicroBatchStats)]
+        remedy = f"pass its item {names[0]!r}" if names else remedy
+    return f"found is a {type(found).__name__}, not what micro_batch_stats() returns: {remedy}"
 
 
 def _names(path: KeyPath) -> list[str]:

@@ -1,7 +1,7 @@
 """An optax optimizer that takes one micro-batch at a time and steps when the window is full."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Never, get_args
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from ..core.errors import LossError, OptionError, StateError, WeightError
-from ..core.options import check_choice, positive
+from ..core.options import check_choice, check_known, positive
 from ..core.weight import Reduction, check_reduction, counted, is_number, share
 from .checks import check_gradients, checked_weight, is_finite
 from .internals import is_traced
@@ -73,10 +73,11 @@ class _MultiSteps(optax.GradientTransformationExtraArgs):
 
 def multi_steps(
     optimizer: optax.GradientTransformation,
-    accumulation_steps: _Steps,
+    accumulation_steps: _Steps | None = None,
     *,
     reduction: Reduction = "mean",
     non_finite: _NonFinite = "window",
+    **unknown: Never,
 ) -> _MultiSteps:
     """Wraps an optimizer for micro-batches that come one at a time: it steps on the gradient of the whole batch.
 
@@ -122,10 +123,12 @@ def multi_steps(
     Returns:
         An optimizer with `init` and `update` as in optax, and `flush(state, params)`, which ends a shorter window.
     """
+    check_known(unknown, multi_steps)
     check_reduction(reduction)
     check_choice("non_finite", non_finite, get_args(_NonFinite))
-    if not callable(accumulation_steps):
-        accumulation_steps = positive("accumulation_steps", accumulation_steps)
+    steps: _Steps = (
+        accumulation_steps if callable(accumulation_steps) else positive("accumulation_steps", accumulation_steps)
+    )
     if not isinstance(optimizer, optax.GradientTransformation):
         raise OptionError(f"the optimizer is a {type(optimizer).__name__}: pass one of optax, such as optax.adam(1e-3)")
     inner = optax.with_extra_args_support(optimizer)
@@ -172,7 +175,7 @@ def multi_steps(
         is_open = state.micro_step > 0
         is_idle = flush & ~is_open & (weight == 0)
         num = state.micro_step + 1
-        is_full = (num >= _steps_at(accumulation_steps, state.step)) | flush
+        is_full = (num >= _steps_at(steps, state.step)) | flush
         is_end = is_full & ~is_idle
 
         window = _with_micro_batch(state, is_open | is_idle, grads, jnp.where(is_dropped, 0, weight), value, reduction)

@@ -30,7 +30,7 @@ from . import checks, gradients, models, optimizers
 from .auxiliary import Auxiliary, without_aux
 from .backward import Backward, Beside, Loss, Weight
 from .batch import Layout, any_size, batch_size, num_samples, slice_rows
-from .batch_norm import BatchNorm, BatchNorms
+from .batch_norm import BatchNorm, BatchNorms, Missed, MomentSums
 from .distributed import replicas
 from .distributed.check_mean import check_mean
 from .distributed.one_replica import LossContext, check_not_divided, one_replica
@@ -137,7 +137,7 @@ class Accumulator(tf.Module):
             sum, and a tensor with a row for each sample is concatenated, in the order of the batch.
         batch_norm: What BatchNormalization layers do with their moving statistics: "batch" updates them once per step,
             with the mean and variance of the whole batch; "micro_batch" lets each micro-batch do its own update;
-            "frozen" normalises with them and leaves them as they are.
+            "frozen" normalises with them and leaves them as they are. With `add()` your own code decides.
         variables: The variables to train. None for all trainable variables of the model.
 
     Attributes:
@@ -196,9 +196,10 @@ class Accumulator(tf.Module):
         self._nonfinite = NonFinite(on_nonfinite, max_skipped, warns=False, resume=resume)
         self._skipped_steps = SkippedSteps(self._nonfinite, self.strategy)
         of_model = self._trained_model, self._optimizer, self.strategy, reduction
-        warned_of: BatchNorm = self._own_batch_norm if loss is None else batch_norm
-        self._update = Update(*of_model, warned_of, self._skipped_steps, self._exclusive, clip_norm, clip_value)
-        self._window = PartialWindow(*of_model, accumulation_steps)
+        self._update = Update(*of_model, batch_norm, self._skipped_steps, self._exclusive, clip_norm, clip_value)
+        self._missed = Missed()
+        moments = MomentSums(self._trained_model, self.strategy, self._missed)
+        self._window = PartialWindow(*of_model, accumulation_steps, moments)
         self._graphs = Graphs()
         self._has_seen_labels = False
         self._is_traced = False
@@ -245,7 +246,7 @@ class Accumulator(tf.Module):
         return self._run("step()", batch, self._update)
 
     @tf.autograph.experimental.do_not_convert
-    def gradients(self, batch: Any) -> tuple[list[Gradient], Step]:
+    def gradients(self, batch: Any, *more: Never) -> tuple[list[Gradient], Step]:
         """The gradient of the whole batch, without a step of the optimizer.
 
             gradients, step = accumulator.gradients(batch)
@@ -264,6 +265,8 @@ class Accumulator(tf.Module):
         Args:
             batch: As for `step`.
         """
+        if more:
+            raise BatchError(one_batch("gradients", 1 + len(more)))
         return self._run("gradients()", batch, self._update.without_step)
 
     def _run(self, call: str, batch: Any, finish: _Finish) -> Any:
@@ -342,7 +345,10 @@ class Accumulator(tf.Module):
         """Across replicas: the update. Losses are checked only if `step` computed them: `add` may get none."""
         try:
             gradient = self._window.batch_gradient(total)._replace(aux=aux)
-            return self._update(gradient, is_loss_checked=False) if finish is None else finish(gradient)
+            if finish is not None:
+                return finish(gradient)
+            self._window.moments.update()
+            return self._update(gradient, is_loss_checked=False)
         finally:
             self._window.clear()
 
@@ -373,7 +379,10 @@ class Accumulator(tf.Module):
 
         def compiled(specs: Sequence[tf.TypeSpec]) -> Any:
             options = self.loss, self.weight, self.reduction, self.jit_compile
-            auxiliary, batch_norms = Auxiliary(self.aux) if self.has_aux else None, BatchNorms(self.batch_norm)
+            auxiliary, batch_norms = (
+                Auxiliary(self.aux) if self.has_aux else None,
+                BatchNorms(self.batch_norm, self._missed),
+            )
             model = self._trained_model, self.model
             backward = Backward(layout, *model, self._optimizer, *options, auxiliary, batch_norms)
             return _Traced(self._compiled(make(backward), [*before, *specs]), auxiliary, batch_norms)
@@ -481,6 +490,7 @@ class Accumulator(tf.Module):
         """
         weight = self._check_own_loop("add()", weight)
         with self._hold("add()"):
+            self._missed.warn_in_add(self._trained_model, self.batch_norm)
             self._add(gradients, weight, float("nan") if loss is None else loss)
 
     @tf.autograph.experimental.do_not_convert
@@ -501,7 +511,9 @@ class Accumulator(tf.Module):
         """
         weight = self._check_own_loop("micro_batch()", weight)
         with self._hold("micro_batch()"):
-            with self.one_replica(), BatchNorms(self._own_batch_norm).recording(), tf.GradientTape() as tape:
+            is_pooled = self.batch_norm == "batch"
+            batch_norms = self._window.moments if is_pooled else BatchNorms(self.batch_norm)
+            with self.one_replica(), batch_norms.recording() as moments, tf.GradientTape() as tape:
                 micro = MicroBatch(tape, replicas.trainable(self._trained_model), self._optimizer)
                 try:
                     yield micro
@@ -512,7 +524,7 @@ class Accumulator(tf.Module):
                 return
             can_read = tf.executing_eagerly() and not replicas.is_shared()
             num_steps = int(self.num_steps.numpy()) if can_read else None
-            self._add(micro.gradients, weight, micro.loss)
+            self._add(micro.gradients, weight, micro.loss, moments)
             if can_read and int(self.num_steps.numpy()) != num_steps:
                 micro.step = self.last_step
 
@@ -524,13 +536,8 @@ class Accumulator(tf.Module):
             raise OptionError(f"{call} needs weight=…: over how many samples or tokens the loss is a mean")
         return 1 if weight is None else weight
 
-    @property
-    def _own_batch_norm(self) -> BatchNorm:
-        """What BatchNormalization layers do in the user's own loop, whose statistics nobody pools."""
-        return "frozen" if self.batch_norm == "frozen" else "micro_batch"
-
     @tf.autograph.experimental.do_not_convert  # the block of micro_batch() is code of the user's
-    def _add(self, grads: Sequence[Gradient], weight: Any, loss: Any) -> None:
+    def _add(self, grads: Sequence[Gradient], weight: Any, loss: Any, moments: Sequence[Any] = ()) -> None:
         """On a replica."""
         context = self._check_before_add(grads)
         num_wanted = self._window.num_wanted(self.num_steps)
@@ -538,10 +545,14 @@ class Accumulator(tf.Module):
         share = tf.ones([], WEIGHT) if self.reduction == "sum" else weight  # see PartialWindow
         losses = tf.math.multiply_no_nan(checks.as_loss(loss), share)[None]
         # if one replica is refused, none adds anything
-        is_ready = context.merge_call(self._begin_micro_batch, args=(weight, num_wanted, losses))
+        layers = [layer for layer, _ in moments]
+        is_ready = context.merge_call(
+            lambda _, *checked: self._begin_micro_batch(checked, layers), args=(weight, num_wanted, losses)
+        )
         with tf.control_dependencies([is_ready]):
             grads = gradients.weighted([gradients.widened(g) for g in grads], share)
             self._window.sums.add(grads, weight, losses)
+            self._window.moments.add(moments, None if self.reduction == "sum" else weight)
             context.merge_call(lambda _: self._end_micro_batch(num_wanted))
 
     def _check_before_add(self, grads: Any) -> Any:
@@ -558,7 +569,7 @@ class Accumulator(tf.Module):
             check_not_divided()
         return context
 
-    def _begin_micro_batch(self, _: Any, *checked: Any) -> tf.Tensor:
+    def _begin_micro_batch(self, checked: Sequence[Any], layers: Sequence[Any]) -> tf.Tensor:
         """Across replicas, before any of them adds: waits for the checks of all replicas, also in a graph."""
         self._window.prepare_sums(1)
         self._update.prepare()
@@ -566,6 +577,7 @@ class Accumulator(tf.Module):
             self._window.check_whole()
             self._window.check_unchanged(self._num_changes())
             self._window.sums.begin()
+        self._window.moments.begin(layers)
         local = self.strategy.experimental_local_results
         with tf.control_dependencies([result for each in checked for result in local(each)]):
             return tf.zeros([])
@@ -706,3 +718,5 @@ class Accumulator(tf.Module):
         self._update.prepare()
         if self.micro_batch_size is None:  # a checkpoint in the middle of a window needs its variables
             self._window.prepare_sums(1)
+            if self.batch_norm == "batch":
+                self._window.moments.prepare()

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from ..core.errors import OptionError
+from ..core.errors import OptionError, warn
 from ..core.moments import Moments, over_ranks, pool
 from ..core.weight import share
 from .distributed import replicas
 from .internals import current_graph, trace_apart
-from .layers import dropout_off, with_value
+from .layers import all_batch_norms, batch_norms, dropout_off, with_value
 from .weight import WEIGHT, where
 
 BatchNorm = Literal["batch", "micro_batch", "frozen"]
@@ -23,13 +23,22 @@ BatchNorm = Literal["batch", "micro_batch", "frozen"]
 class _Recorder:
     """What the BatchNormalization layers that run on this thread do, and what they saw."""
 
-    def __init__(self, mode: str, only: Any = None) -> None:
+    def __init__(self, mode: str, only: Any = None, is_known: Callable[[Any], bool] | None = None) -> None:
         self.mode = mode
         """A `BatchNorm`, or "calibrate" to normalise as "frozen" does and record the layer `only`, or all if None."""
         self.only = only
+        self.is_known = is_known
+        """Whether the moments of a layer can be kept; None if those of all layers can."""
         self.graph = current_graph()
         self.layers: list[Any] = []
         self.moments: list[Moments] = []
+        self.missed: list[str] = []
+        """The layers that did their own update although the mode is "batch"."""
+
+    def can_record(self, layer: Any) -> bool:
+        # moments that are computed in a graph of the model's own cannot be used outside of it
+        is_plain = self.graph is current_graph() and not getattr(layer, "renorm", False)
+        return is_plain and (self.is_known is None or self.is_known(layer))
 
 
 class _Here(threading.local):
@@ -43,9 +52,13 @@ _patching = threading.Lock()
 
 
 def _label() -> str:
-    """A graph of the model's own that was traced with frozen layers is not for other passes."""
-    is_as_always = _here.recorder is None or _here.recorder.mode == "batch"
-    return "" if is_as_always else "frozen BatchNormalization"
+    """A graph of the model's own that was traced with frozen layers is not for other passes.
+
+    In "batch" it is traced once more even if the same layers run in it, so that we learn which layers do.
+    """
+    if _here.recorder is None:
+        return ""
+    return "pooled BatchNormalization" if _here.recorder.mode == "batch" else "frozen BatchNormalization"
 
 
 trace_apart(_label)
@@ -71,10 +84,12 @@ class BatchNorms:
     Args:
         mode: "batch"; "micro_batch" to let each micro-batch do its own update; "frozen" to normalise with the moving
             statistics, which then stay as they are.
+        missed: Is told of the layers that do their own update although the mode is "batch".
     """
 
-    def __init__(self, mode: BatchNorm) -> None:
+    def __init__(self, mode: BatchNorm, missed: "Missed | None" = None) -> None:
         self.mode = mode
+        self._missed = Missed() if missed is None else missed
         self._layers: Sequence[Any] = ()
         """The layer of each call that was recorded, in order. The same for every micro-batch."""
 
@@ -86,6 +101,7 @@ class BatchNorms:
             return
         with _recording(_Recorder(self.mode)) as recorder:
             yield recorder.moments
+        self._missed.warn(recorder.missed)
         if recorder.layers:
             self._layers = tuple(recorder.layers)
 
@@ -100,16 +116,173 @@ class BatchNorms:
 
     def update(self, pooled: Sequence[Moments]) -> None:
         """On a replica: updates the moving statistics, unless the new ones are not finite or there is no data."""
-        if replicas.is_shared() and pooled:
-            pooled = _over_replicas(pooled)
-        for layer, moments in zip(self._layers, pooled, strict=True):
-            variance = moments.variance(where)
-            is_good = (moments.count > 0) & tf.reduce_all(tf.math.is_finite(moments.mean + variance))
-            keep = tf.where(is_good, tf.constant(layer.momentum, WEIGHT), tf.ones([], WEIGHT))
-            for variable, value in ((layer.moving_mean, moments.mean), (layer.moving_variance, variance)):
-                old = tf.cast(replicas.as_tf_variable(variable), WEIGHT)
-                new = old * keep + tf.math.multiply_no_nan(value, 1 - keep)
-                replicas.as_tf_variable(variable).assign(tf.cast(new, variable.dtype))
+        _update(self._layers, pooled)
+
+
+class MomentSums(tf.Module):
+    """The statistics of the window that `micro_batch()` fills, in variables that outlive a call.
+
+        with moment_sums.recording() as moments:
+            loss(model, micro_batch)                               # the user's block
+        moment_sums.add(moments, weight)
+        …
+        moment_sums.update()                                       # at the end of the window
+
+    Every replica has its own. A checkpoint holds the sum over replicas, as for gradients. That is why these are plain
+    sums and not pooled as in `BatchNorms`: the number of values, their sum and that of their squares, channel by
+    channel. In float64 the difference of squares is exact enough: even if the mean is 10,000 times the deviation, the
+    variance has eight digits. All calls of one layer are pooled together.
+
+    Args:
+        model: The model; only its own layers are known, since a checkpoint must find them again.
+        strategy: The strategy that the model was made under.
+        missed: Is told of the layers that do their own update.
+    """
+
+    def __init__(self, model: Any, strategy: tf.distribute.Strategy, missed: "Missed") -> None:
+        super().__init__(name="moment_sums")
+        self._model, self._strategy, self._missed = model, strategy, missed
+        self._layers = _Numbered()
+        self.sums: dict[str, tf.Variable] = {}
+        """By the number of the layer in the model."""
+        with strategy.scope():
+            self.has_any = tf.Variable(False, trainable=False, name="has_any")
+
+    def prepare(self) -> None:
+        """Across replicas: creates the variables of all layers that are built."""
+        for layer in all_batch_norms(self._model):
+            number = self._layers.of(layer, self._model)
+            if number is not None and number not in self.sums and layer.built:
+                with tf.init_scope(), self._strategy.scope():
+                    self.sums[number] = replicas.own_sum([3, *layer.moving_mean.shape], WEIGHT, self._strategy)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[tuple[Any, Moments]]]:
+        """Around the user's block, on a replica; the list that it yields is filled at the end of the block."""
+        found: list[tuple[Any, Moments]] = []
+        if not _patched():
+            yield found
+            return
+        with _recording(_Recorder("batch", is_known=self._is_known)) as recorder:
+            yield found
+        self._missed.warn(recorder.missed)
+        found.extend(zip(recorder.layers, recorder.moments, strict=True))
+
+    def begin(self, layers: Sequence[Any]) -> None:
+        """Across replicas, before `add` on each of them. So what was added before Ctrl-C is cleared, too."""
+        if layers:
+            if any(self._layers.of(layer, self._model) not in self.sums for layer in layers):
+                self.prepare()
+            self.has_any.assign(True)
+
+    def add(self, found: Sequence[tuple[Any, Moments]], weight: tf.Tensor | None) -> None:
+        """On a replica: adds the moments of a micro-batch. If it has a weight and that is 0, it does not count."""
+        counts = tf.ones([], WEIGHT) if weight is None else tf.cast(weight > 0, WEIGHT)
+        for layer, (count, mean, squares) in found:
+            own = tf.stack([count * tf.ones_like(mean), count * mean, squares + count * mean * mean])
+            number = self._layers.of(layer, self._model)
+            assert number is not None  # else the layer would not have been recorded
+            self.sums[number].assign_add(tf.math.multiply_no_nan(own, counts))
+
+    def update(self) -> None:
+        """Across replicas, at the end of a window: updates the moving statistics, if there is anything."""
+        if self.sums:
+            tf.cond(tf.identity(self.has_any), lambda: self._strategy.run(self._update), lambda: None)
+
+    def clear(self) -> None:
+        """Across replicas: forgets the window."""
+        if self.sums:
+            tf.cond(tf.identity(self.has_any), self._clear, lambda: None)
+
+    def _update(self) -> None:
+        pooled = []
+        for own in self.sums.values():
+            counts, summed, squared = tf.unstack(tf.identity(own))
+            mean = share(summed, counts, where)
+            pooled.append(Moments(counts[0], mean, tf.maximum(squared - summed * mean, 0)))
+        _update([self._layers.layers[number] for number in self.sums], pooled)
+
+    def _clear(self) -> None:
+        def on_replica() -> None:
+            for own in self.sums.values():
+                own.assign(tf.zeros(own.shape, own.dtype))
+
+        self._strategy.run(on_replica)
+        self.has_any.assign(False)
+
+    def _is_known(self, layer: Any) -> bool:
+        return self._layers.of(layer, self._model) is not None
+
+
+class _Numbered:
+    """The layers of a model by their number. (A tf.Module would save them in checkpoints once more.)"""
+
+    def __init__(self) -> None:
+        self.layers: dict[str, Any] = {}
+        self._numbers: dict[int, str] = {}
+
+    def of(self, layer: Any, model: Any) -> str | None:
+        """The number of a layer; None if it is not one of the model's. The model may get layers later."""
+        if id(layer) not in self._numbers:
+            for each in all_batch_norms(model):
+                number = self._numbers.setdefault(id(each), str(len(self._numbers)))
+                self.layers[number] = each
+        return self._numbers.get(id(layer))
+
+
+class Missed:
+    """Warns, once, of layers whose moving statistics are not pooled over micro-batches."""
+
+    def __init__(self) -> None:
+        self._has_warned = self._has_seen_add = False
+
+    def warn(self, names: Sequence[str]) -> None:
+        """Of layers that ran and did their own update."""
+        if names and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"{_counted(names)} update moving statistics with every micro-batch, because they run where bigbatch "
+                "cannot pool them (in a tf.function or tf.cond of the model, in tf_keras, with renorm, or outside of "
+                "the model's layers): call recalibrate(model, batches) before evaluation, or pass "
+                'batch_norm="micro_batch" if this is what you want'
+            )
+
+    def warn_in_add(self, model: Any, mode: BatchNorm) -> None:
+        """Of all layers in training mode, since with `add()` the user's code runs the model."""
+        if self._has_seen_add or mode == "micro_batch":
+            return
+        self._has_seen_add = True
+        names = [layer.name for layer in batch_norms(model)]
+        if names and mode == "batch":
+            warn(
+                f"add() cannot pool the moving statistics of {_counted(names)}, because your own code runs the model, "
+                "so they are updated with every micro-batch: use micro_batch(), call recalibrate(model, batches) "
+                'before evaluation, or pass batch_norm="micro_batch" if this is what you want'
+            )
+        elif names:
+            warn(
+                f"add() cannot freeze {_counted(names)}, because your own code runs the model: use micro_batch(), or "
+                "call the model with training=False"
+            )
+
+
+def _counted(names: Sequence[str]) -> str:
+    names = list(dict.fromkeys(names))
+    return f"{len(names)} BatchNormalization layer{'s' * (len(names) != 1)} ({', '.join(names)})"
+
+
+def _update(layers: Sequence[Any], pooled: Sequence[Moments]) -> None:
+    """On a replica: updates the moving statistics with the moments of all replicas."""
+    if replicas.is_shared() and pooled:
+        pooled = _over_replicas(pooled)
+    for layer, moments in zip(layers, pooled, strict=True):
+        variance = moments.variance(where)
+        is_good = (moments.count > 0) & tf.reduce_all(tf.math.is_finite(moments.mean + variance))
+        keep = tf.where(is_good, tf.constant(layer.momentum, WEIGHT), tf.ones([], WEIGHT))
+        for variable, value in ((layer.moving_mean, moments.mean), (layer.moving_variance, variance)):
+            old = tf.cast(replicas.as_tf_variable(variable), WEIGHT)
+            new = old * keep + tf.math.multiply_no_nan(value, 1 - keep)
+            replicas.as_tf_variable(variable).assign(tf.cast(new, variable.dtype))
 
 
 def recalibrate(model: Any, batches: Iterable[Any], forward: Callable[[Any, Any], Any] | None = None) -> None:
@@ -199,11 +372,11 @@ def _asking(plain: Callable[..., Any]) -> Callable[..., Any]:
         recorder = _here.recorder
         if recorder is None or not training or not self.trainable:
             return plain(self, inputs, training=training, mask=mask)
-        # moments that are computed in a graph of the model's own cannot be used outside of it
-        can_record = recorder.graph is current_graph() and not getattr(self, "renorm", False)
+        can_record = recorder.can_record(self)
         if recorder.mode == "batch":
             if can_record:
                 return _recorded(recorder, plain, self, inputs, mask)
+            recorder.missed.append(self.name)
             return plain(self, inputs, training=training, mask=mask)
         if recorder.mode == "calibrate" and can_record and recorder.only in (None, self):
             _recorded(recorder, plain, self, inputs, mask)
@@ -217,7 +390,11 @@ def _asking_in_tf_keras(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def call(self: Any, inputs: Any, training: Any = None) -> Any:
-        is_frozen = _here.recorder is not None and _here.recorder.mode == "frozen"
+        recorder = _here.recorder
+        is_frozen = recorder is not None and recorder.mode == "frozen"
+        is_training = tf.is_tensor(training) or bool(training)
+        if recorder is not None and recorder.mode == "batch" and is_training and self.trainable:
+            recorder.missed.append(self.name)
         return plain(self, inputs, training=False if is_frozen else training)
 
     return call

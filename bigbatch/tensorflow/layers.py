@@ -1,5 +1,6 @@
 """The layers of a Keras model that make a micro-batch differ from the batch: BatchNormalization and dropout."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -17,10 +18,21 @@ def batch_norms(model: Any) -> list[Any]:
     ]
 
 
+def all_batch_norms(model: Any) -> list[Any]:
+    """The BatchNormalization layers of Keras 3."""
+    cls = getattr(sys.modules.get("keras.layers"), "BatchNormalization", ())
+    return [layer for layer in layers_of(model) if isinstance(layer, cls)]
+
+
 def warn_of_batch_norms(model: Any, batch_norm: str) -> None:
     names = [] if batch_norm == "frozen" else [layer.name for layer in batch_norms(model)]
     warn_of_batch_norm(
-        names, 'pass batch_norm="frozen"', layer="BatchNormalization", has_pooled_statistics=batch_norm == "batch"
+        names,
+        'pass batch_norm="frozen"',
+        layer="BatchNormalization",
+        has_pooled_statistics=batch_norm == "batch",
+        statistics="step() and micro_batch() give them the moving statistics of the whole batch, or warn that they "
+        "cannot",
     )
 
 

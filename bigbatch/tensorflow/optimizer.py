@@ -129,6 +129,11 @@ class Optimizer:
 
 
 def _family_of(optimizer: Any) -> str:
+    if hasattr(optimizer, "trainable_variables") and not hasattr(optimizer, "apply_gradients"):
+        raise OptionError(
+            f"optimizer is a {type(optimizer).__name__}, a model or layer: pass Accumulator(model, optimizer, …), or "
+            "pairs [(optimizer, variables), …] with the optimizer first"
+        )
     names = {cls.__module__.split(".")[0] for cls in type(optimizer).__mro__}
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return "v1"

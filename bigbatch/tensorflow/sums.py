@@ -112,9 +112,9 @@ class SumVariables(tf.Module):
         self._is_shared = strategy.num_replicas_in_sync > 1
         self._ids = tuple(map(id, variables))
         with strategy.scope():
-            self.gradients = [self._sum(v.shape, gradients.wide_dtype(v.dtype)) for v in variables]
-            self.weight = self._sum([], WEIGHT)
-            self.losses = self._sum([num_terms], WEIGHT)
+            self.gradients = [replicas.own_sum(v.shape, gradients.wide_dtype(v.dtype), strategy) for v in variables]
+            self.weight = replicas.own_sum([], WEIGHT, strategy)
+            self.losses = replicas.own_sum([num_terms], WEIGHT, strategy)
             self.count = tf.Variable(0, trainable=False, name="count")
             """How many micro-batches were added: n, or ~n < 0 while eager code adds one more.
 
@@ -127,13 +127,6 @@ class SumVariables(tf.Module):
         """The graphs that use these variables."""
         self._added: set[int] = set()
         self._in_graphs: set[int] = set()
-
-    def _sum(self, shape: Any, dtype: tf.DType) -> tf.Variable:
-        on_each = {
-            "synchronization": tf.VariableSynchronization.ON_READ,
-            "aggregation": tf.VariableAggregation.SUM,
-        }
-        return tf.Variable(tf.zeros(shape, dtype), trainable=False, **(on_each if self._is_shared else {}))
 
     def fits(self, variables: Sequence[Any], num_terms: int) -> bool:
         return self._ids == tuple(map(id, variables)) and self.losses.shape == [num_terms]

@@ -9,6 +9,7 @@ from ..core.options import Option, check_steps, positive
 from ..core.weight import Reduction, is_number, share
 from ..core.window import AccumulationSteps, steps_at
 from . import checks, gradients
+from .batch_norm import MomentSums
 from .distributed import replicas
 from .internals import converted
 from .optimizers import AnyOptimizer
@@ -35,11 +36,13 @@ class PartialWindow(tf.Module):
         strategy: tf.distribute.Strategy,
         reduction: Reduction,
         accumulation_steps: AccumulationSteps | None,
+        moments: MomentSums,
     ) -> None:
         super().__init__(name="window")
         self.accumulation_steps = accumulation_steps
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._reduction: Reduction = reduction
+        self.moments = moments
         self._sums: SumVariables | None = None
         self._seen: int | None = None
         """How many changes the variables had seen when the window was opened."""
@@ -135,5 +138,6 @@ class PartialWindow(tf.Module):
         """Across replicas: drops the window."""
         self._strategy.run(self.sums.clear)
         self.sums.cleared()
+        self.moments.clear()
         if tf.executing_eagerly():
             self._seen = None

@@ -45,6 +45,7 @@ OTHERS = {
     "clip_norm": 2.0,
     "precision": "bf16",
     "on_nonfinite": "stop",
+    "batch_norm": "frozen",
     "checkpoint_every": 100,
     "seed": 1,
     "device": "cpu",

@@ -113,6 +113,11 @@ def test_batch_norm_is_named(framework: str) -> None:
     assert any("ormali" in cause for cause in found["causes"])
 
 
+def test_frozen_batch_norm_is_exact() -> None:
+    """The option that the message about BatchNorm advises. The engine of Keras reads it, to the others it is passed."""
+    assert verify("digits-batchnorm", "--framework", "keras", "--batch-norm", "frozen")["is_exact"]
+
+
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_tasks_in_the_documentation(number: int, tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")

@@ -102,16 +102,12 @@ def test_a_loop_with_two_optimizers_changes_in_six_lines(tmp_path: Path) -> None
 
 
 def test_a_loop_with_a_language_model_changes_in_four_lines(tmp_path: Path) -> None:
-    """Padded batches; Hugging Face computes the loss in float32. Counting unshifted labels gives other weights."""
+    """Padded batches; Hugging Face computes the loss in float32. tests/torch/test_weights.py has the control."""
     assert len(new_lines("transformers")) <= 4
     full, full_lines = weights_of("transformers_before.py", tmp_path)
     ours, our_lines = weights_of("transformers_after.py", tmp_path)
     assert apart(ours, full) < 1e-5
     assert our_lines == full_lines
-    unshifted = ("weights.causal_lm_tokens", 'weights.tokens("labels")')
-    wrong, wrong_lines = weights_of("transformers_after.py", tmp_path, unshifted)
-    assert apart(wrong, full) > 1e-4
-    assert wrong_lines != full_lines
 
 
 JAX = ["jax_optax.py", "jax_nnx.py", "jax_linen.py", "jax_equinox.py"]

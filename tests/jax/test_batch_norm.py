@@ -232,3 +232,24 @@ def test_other_statistics_are_refused():
         micro_batch_stats(stats, stats)
     with pytest.raises(OptionError, match="have 'norm/var', but"):
         micro_batch_stats({"norm": {"var": jnp.ones(3)}}, {"norm": {"var": jnp.ones(3)}})
+
+
+def test_what_is_not_from_micro_batch_stats_is_refused():
+    stats = {"norm": {"mean": jnp.zeros(3), "var": jnp.ones(3)}}
+    found = micro_batch_stats(stats, jax.tree.map(jnp.copy, stats))
+    with pytest.raises(OptionError, match=r"found is a dict, .*: pass its item 'stats'$"):
+        pooled_batch_stats(stats, {"stats": found, "accuracy": jnp.ones(())}, 0.9)
+    with pytest.raises(OptionError, match=r"found is a dict, .* what the loss returned as aux, micro_batch_stats\(…\)"):
+        pooled_batch_stats(stats, stats, 0.9)
+    with pytest.raises(OptionError, match=r"found is a dict, .*: pass it as the second argument"):
+        pooled_batch_stats(found, stats, 0.9)
+
+
+def test_statistics_of_other_layers_are_refused():
+    stats = {"norm": {"mean": jnp.zeros(3), "var": jnp.ones(3)}}
+    updated = {"batch_stats": jax.tree.map(jnp.copy, stats)}
+    with pytest.raises(OptionError, match=r"not of the same layers .*: pass updated\[\"batch_stats\"\]"):
+        micro_batch_stats(stats, updated)
+    found = micro_batch_stats(stats, updated["batch_stats"])
+    with pytest.raises(OptionError, match="not of the same layers"):
+        pooled_batch_stats({"batch_stats": stats}, found, 0.9)

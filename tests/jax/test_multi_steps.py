@@ -243,6 +243,8 @@ def test_bad_weight_inside_jit(bad: float, reduction: Any) -> None:
         ({"accumulation_steps": 2.5}, "accumulation_steps is 2.5"),
         ({"accumulation_steps": 2, "reduction": "max"}, 'reduction=\'max\' is unknown: pass "mean" or "sum"'),
         ({"accumulation_steps": 2, "non_finite": "raise"}, "non_finite='raise' is unknown"),
+        ({}, "accumulation_steps is None: pass a whole number"),
+        ({"every_k_schedule": 4}, r"multi_steps has no option every_k_schedule: did you mean accumulation_steps\?"),
     ],
 )
 def test_bad_options(options: dict[str, Any], told: str) -> None:

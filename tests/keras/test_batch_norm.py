@@ -94,6 +94,7 @@ BUILDS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", ["cut", "windows"])
 @pytest.mark.parametrize("build", BUILDS)
 def test_moving_statistics_are_those_of_plain_fit(build: Any, how: str) -> None:

@@ -116,6 +116,7 @@ def test_exact_against_their_own_step(how: str) -> None:
 
 @pytest.mark.any_backend
 @pytest.mark.compiled
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("options", [{}, *([] if BACKEND == "torch" else [{"jit_compile": True}])], ids=str)
 def test_compiled(how: str, options: dict[str, Any]) -> None:

@@ -120,7 +120,7 @@ def test_everything_of_a_step_happens_once_per_step(name: str) -> None:
 
 MODES = {
     "tensorflow": [{}, {"run_eagerly": True}, {"jit_compile": True}],
-    "jax": [{"run_eagerly": True}],
+    "jax": [pytest.param({"run_eagerly": True}, marks=pytest.mark.slow)],
     "torch": [],
 }[BACKEND]
 

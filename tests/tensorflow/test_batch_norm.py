@@ -1,6 +1,9 @@
 """BatchNormalization: moving statistics are updated once per step, with those of the whole batch."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -10,7 +13,7 @@ import tensorflow as tf
 import tf_keras
 
 from bigbatch import BigBatchWarning, OptionError, Window
-from bigbatch.tensorflow import Accumulator, recalibrate
+from bigbatch.tensorflow import Accumulator, Checkpoints, recalibrate
 
 from .test_distribute import on_replicas
 from .training import mirrored
@@ -188,21 +191,25 @@ def test_layers_of_tf_keras_do_their_own_update_or_are_frozen(mode: Any) -> None
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+class Compiled(keras.Model):
+    """Runs its layers in a graph of its own, also in eager code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+        self.run = tf.function(lambda x: self.inner(x, training=True), autograph=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        is_eager = tf.config.functions_run_eagerly()
+        tf.config.run_functions_eagerly(False)
+        try:
+            return self.run(x)
+        finally:
+            tf.config.run_functions_eagerly(is_eager)
+
+
 @pytest.mark.usefixtures("eagerly")
 def test_a_layer_in_a_graph_of_its_own_does_its_own_update() -> None:
-    class Compiled(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = make_model()
-            self.run = tf.function(lambda x: self.inner(x, training=True), autograph=False)
-
-        def call(self, x: Any, training: bool = False) -> Any:
-            tf.config.run_functions_eagerly(False)
-            try:
-                return self.run(x)
-            finally:
-                tf.config.run_functions_eagerly(True)
-
     ours, plain = make(model=Compiled()), make_model()
     before = statistics(ours.model.inner)
     for part in window(make_batch()):
@@ -261,7 +268,179 @@ def test_the_warning_says_what_is_pooled(mode: Any) -> None:
         make(batch_norm=mode)
     texts = [str(warning.message) for warning in caught if issubclass(warning.category, BigBatchWarning)]
     assert len(texts) == (mode != "frozen")
-    assert all(("are those of the whole batch" in text) == (mode == "batch") for text in texts)
+    assert all(("the moving statistics of the whole batch" in text) == (mode == "batch") for text in texts)
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """The warnings of bigbatch inside."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(warning.message) for warning in caught if issubclass(warning.category, BigBatchWarning)]
+
+
+def feed(accumulator: Accumulator, batch: Batch, way: str = "micro_batch") -> None:
+    """The user's own loop over one batch, in micro-batches of 4."""
+    for part in window(batch):
+        if way == "micro_batch":
+            with accumulator.micro_batch(weight=len(part["y"])) as micro:
+                micro.backward(loss(accumulator.model, part))
+        else:
+            with tf.GradientTape() as tape:
+                value = loss(accumulator.model, part)
+            accumulator.add(tape.gradient(value, accumulator.model.trainable_variables), len(part["y"]), value)
+
+
+class Branching(keras.Model):
+    """Runs its layers in a tf.cond."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return tf.cond(tf.shape(x)[0] > 0, lambda: self.inner(x, training=True), lambda: tf.zeros([0, 4], tf.float64))
+
+
+@pytest.mark.parametrize("make_it", [Compiled, Branching])
+@pytest.mark.parametrize("has_run", [False, True])
+def test_layers_that_step_cannot_pool_are_named_once(make_it: Any, has_run: bool) -> None:
+    model = make_it()
+    if has_run:  # so that its own graph is there already
+        model(make_batch()["x"], training=True)
+    accumulator = make(model=model)
+    with warned() as texts:
+        accumulator.step(make_batch())
+        accumulator.step(make_batch(5))
+    name = next(layer.name for layer in model.inner.layers if "batch_norm" in layer.name)
+    (text,) = (text for text in texts if "every micro-batch" in text)
+    assert f"1 BatchNormalization layer ({name}) update" in text
+    assert "recalibrate(model, batches)" in text
+    assert 'batch_norm="micro_batch"' in text
+    with warned() as texts:
+        make(model=make_it(), batch_norm="micro_batch").step(make_batch())
+    assert not any("every micro-batch" in text for text in texts)
+
+
+def test_layers_of_tf_keras_are_named() -> None:
+    norm = tf_keras.layers.BatchNormalization(name="old")
+    model = tf_keras.Sequential([tf_keras.layers.Input((3, 2)), norm, tf_keras.layers.Flatten()])
+    accumulator = Accumulator(model, tf_keras.optimizers.SGD(0.1), loss, 4)
+    with warned() as texts:
+        accumulator.step(make_batch())
+    assert sum("1 BatchNormalization layer (old) update" in text for text in texts) == 1
+
+
+def test_layers_with_renorm_are_named() -> None:
+    model = make_model(renorm=True)
+    with warned() as texts:
+        make(model=model).step(make_batch())
+    assert sum(f"layer ({model.layers[0].name}) update" in text for text in texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "match"), [("batch", "add() cannot pool"), ("micro_batch", None), ("frozen", "add() cannot freeze")]
+)
+def test_add_says_once_that_it_does_not_run_the_model(mode: Any, match: str | None) -> None:
+    accumulator = make(None, accumulation_steps=4, batch_norm=mode)
+    with warned() as texts:
+        feed(accumulator, make_batch(), "add")
+        feed(accumulator, make_batch(), "add")
+    assert len(texts) == (match is not None)
+    assert all(match in text for text in texts if match)
+    with warned() as texts:
+        feed(make(None, accumulation_steps=4, batch_norm=mode), make_batch())
+    assert not any("add()" in text for text in texts)
+
+
+def test_micro_batches_of_the_users_loop_are_pooled() -> None:
+    accumulator = make(None, accumulation_steps=8)
+    for seed in (0, 1):
+        before = statistics(accumulator.model)
+        parts = window(make_batch(seed=seed))
+        for part in parts:
+            assert_same(statistics(accumulator.model), before)
+            with accumulator.micro_batch(weight=len(part["y"])) as micro:
+                loss(accumulator.model, {"x": part["x"] + 9, "y": part["y"]})
+                micro.skip()
+            with accumulator.micro_batch(weight=0) as micro:  # labels that do not count
+                micro.backward(loss(accumulator.model, {"x": part["x"] - 9, "y": part["y"]}))
+            with accumulator.micro_batch(weight=len(part["y"])) as micro:
+                micro.backward(loss(accumulator.model, part))
+    assert_same(statistics(accumulator.model), after_plain_steps(make_batch(), make_batch(seed=1)))
+
+
+def test_micro_batches_in_a_graph_of_the_users_are_pooled() -> None:
+    accumulator = make(None, accumulation_steps=4)
+
+    @tf.function(reduce_retracing=True, autograph=False)
+    def train(x: Any, y: Any) -> None:
+        with accumulator.micro_batch(weight=tf.shape(y)[0]) as micro:
+            micro.backward(loss(accumulator.model, {"x": x, "y": y}))
+
+    for seed in (0, 1):
+        for part in window(make_batch(seed=seed)):
+            train(part["x"], part["y"])
+    assert_same(statistics(accumulator.model), after_plain_steps(make_batch(), make_batch(seed=1)))
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_micro_batches_on_replicas_are_pooled(is_graph: bool, tmp_path: Path) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        accumulator = make(None, accumulation_steps=2)
+
+    def on_replica(part: Any) -> None:
+        with accumulator.micro_batch(weight=tf.shape(part["y"])[0]) as micro:
+            micro.backward(loss(accumulator.model, part))
+
+    def train(part: Any) -> None:
+        strategy.run(on_replica, args=(part,))
+
+    call = tf.function(train, autograph=False) if is_graph else train
+    batch = make_batch()
+    for start, split in ((0, (4, 2)), (6, (6, 1))):
+        rows = {name: values[start : start + sum(split)] for name, values in batch.items()}
+        call(on_replicas(rows, split))
+        if start == 0:  # it has the sum over replicas
+            checkpoint = tf.train.Checkpoint(window=accumulator._window)
+            path = checkpoint.write(str(tmp_path / "saved"))
+            accumulator._window.clear()
+            checkpoint.read(path)
+    assert_same(statistics(accumulator.model), after_plain_steps(batch), num_replicas=2)
+
+
+def test_a_window_that_is_saved_in_its_middle_has_the_statistics(tmp_path: Path) -> None:
+    def make_it() -> tuple[Accumulator, Checkpoints]:
+        accumulator = make(None, accumulation_steps=4)
+        return accumulator, Checkpoints(tmp_path, accumulator, every=None)
+
+    parts = window(make_batch())
+    for number, part in enumerate(parts):
+        accumulator, checkpoints = make_it()
+        assert checkpoints.restore() == (number > 0)
+        with accumulator.micro_batch(weight=len(part["y"])) as micro:
+            micro.backward(loss(accumulator.model, part))
+        checkpoints.save()
+        checkpoints.close()
+    assert_same(statistics(accumulator.model), after_plain_steps(make_batch()))
+
+
+def test_a_layer_outside_of_the_model_does_its_own_update_and_is_named() -> None:
+    teacher, plain = make_model(), make_model()
+    accumulator = make(None, accumulation_steps=4)
+    parts = window(make_batch())
+    with warned() as texts:
+        for part in parts:
+            with accumulator.micro_batch(weight=len(part["y"])) as micro:
+                teacher(part["x"], training=True)
+                micro.backward(loss(accumulator.model, part))
+            plain(part["x"], training=True)
+    assert_same(statistics(teacher), statistics(plain))
+    assert_same(statistics(accumulator.model), after_plain_steps(make_batch()))
+    assert sum(teacher.layers[0].name in text for text in texts) == 1
 
 
 def test_an_unknown_mode_is_refused() -> None:

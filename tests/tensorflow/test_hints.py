@@ -47,6 +47,8 @@ def test_an_option_of_another_library_is_answered_with_ours(name: str, told: str
 def test_the_parts_of_a_batch_are_to_be_one_argument() -> None:
     with pytest.raises(BatchError, match=r"step\(\) got 2 arguments: .* pass step\(\(x, y\)\)"):
         Accumulator(make_model(), sgd(), loss, 2).step(*make_batch())
+    with pytest.raises(BatchError, match=r"gradients\(\) got 2 arguments: .* pass gradients\(\(x, y\)\)"):
+        Accumulator(make_model(), sgd(), loss, 2).gradients(*make_batch())
 
 
 @pytest.mark.parametrize("criterion", [keras.losses.MeanSquaredError(), keras.losses.mean_squared_error])

@@ -175,6 +175,8 @@ def owners(which: str) -> Any:
         "twice": [(sgd, [*encoder.trainable_variables, *decoder.trainable_variables]), (adam, decoder)],
         "unknown": [sgd, adam],
         "scaling": [(sgd, encoder), (scaling, decoder)],
+        "turned": [(encoder, sgd), (decoder, adam)],
+        "no optimizer": decoder,
         "v1": [(tf.compat.v1.train.GradientDescentOptimizer(0.1), encoder), (adam, decoder)],
     }[which]
 
@@ -188,6 +190,8 @@ def owners(which: str) -> Any:
         ("twice", "belongs to 2 of the 2 optimizers"),
         ("unknown", "SGD does not know its variables yet: pass pairs"),
         ("scaling", "LossScaleOptimizer can only be the one optimizer"),
+        ("turned", r"^optimizer is a Sequential, a model or layer: .* pairs \[\(optimizer, variables\), …\] with the"),
+        ("no optimizer", r"^optimizer is a Sequential, a model or layer: pass Accumulator\(model, optimizer, …\)"),
         ("v1", "GradientDescentOptimizer can only be the one optimizer"),
     ],
 )

@@ -822,7 +822,7 @@ def test_layers_without_running_statistics_cannot_be_frozen() -> None:
 
 def test_the_warning_is_about_all_layers() -> None:
     model = Net()
-    told = r"2 BatchNorm layers in training mode \(first first\) normalise by .*\(their running .*: pass batch_norm="
+    told = r"2 BatchNorm layers in training mode \(first first\) normalise by .*\(running .*: pass batch_norm="
     with pytest.warns(BigBatchWarning, match=told):
         Accumulator(model, sgd(model), loss, 3).step(images(7)[0])
 

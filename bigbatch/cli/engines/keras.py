@@ -46,7 +46,7 @@ class KerasEngine(Engine):
             self.model.compile(optimizer=make_optimizer(task, self.model, config), loss=task.loss)
         self._set_clipping(config.for_framework())
         with task_errors():
-            accumulate(self.model, config.micro_batch_size)
+            accumulate(self.model, config.micro_batch_size, batch_norm=config.batch_norm)  # type: ignore[arg-type]
         self._nonfinite = NonFinite(config.on_nonfinite)  # type: ignore[arg-type]
         step: Any = FitStep.of(self.model)
         step.needs_finite_gradient, step.needs_finite_loss = True, self._nonfinite.needs_finite_loss

@@ -32,6 +32,13 @@ def trainable(model: Any) -> list[Any]:
     return [as_tf_variable(v) for v in model.trainable_variables]
 
 
+def own_sum(shape: Any, dtype: tf.DType, strategy: tf.distribute.Strategy) -> tf.Variable:
+    """In the scope of the strategy: a variable of zeros, one for each replica. A checkpoint has their sum."""
+    on_each = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": tf.VariableAggregation.SUM}
+    is_shared = strategy.num_replicas_in_sync > 1
+    return tf.Variable(tf.zeros(shape, dtype), trainable=False, **(on_each if is_shared else {}))
+
+
 def is_shared() -> bool:
     """Whether the code that runs here runs on several replicas."""
     context = tf.distribute.get_replica_context()
