@@ -31,4 +31,4 @@ for batch in loader:
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    print(f"loss {loss.item():.5f}")
+    print(f"loss {loss.item():.4f}")

@@ -389,8 +389,8 @@ class Accumulator:
         is_backward = call == "backward()"
         if self._window is not None and (is_backward or self._window.is_of_step != (call == "step()")):
             raise self._window.refuse(call)
-        if not is_backward:
-            self._optimizers.check_needs_no_closure(call)
+        if self._optimizers.with_closure is not None and not is_backward:
+            raise self._optimizers.refuse(call)
         if what and self.is_interrupted and not self._ranks.is_distributed:
             self.is_interrupted = False
             raise Interrupted(

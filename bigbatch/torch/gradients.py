@@ -4,7 +4,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from .optimizers import Optimizers
 from .sums import Sums, plain
 
 _LAYOUTS = (torch.strided, torch.sparse_coo)
-_PARAMS = operator.itemgetter("params")
 _GRAD, _DTYPE, _IS_SPARSE = map(operator.attrgetter, ("grad", "dtype", "is_sparse"))
 
 _promoted = functools.cache(torch.promote_types)
@@ -36,6 +35,7 @@ class Gradients:
 
     def __init__(self, optimizers: Optimizers, names: dict[Tensor, str], dtype: torch.dtype | None = None) -> None:
         self._optimizers = optimizers
+        self.parameters = optimizers.parameters  # a call less, many times per step
         self.exclusive = Exclusive(self.parameters)
         self._names = names
         self._dtype = dtype or torch.float32
@@ -44,10 +44,6 @@ class Gradients:
         """Those of the parameters in `_listed` that stay where they are; shards may be moved."""
         self.ddp_model: Any = None
         """The model, if DDP makes gradients views of the memory in which it reduces them."""
-
-    def parameters(self) -> list[Any]:
-        """The parameters that the optimizers hold now."""
-        return list(chain.from_iterable(map(_PARAMS, self._optimizers.param_groups)))
 
     def name(self, parameter: Tensor) -> str:
         """What error messages call this parameter."""
@@ -63,7 +59,9 @@ class Gradients:
             self._listed = parameters
             self._unmoved = [p for p in parameters if type(p) is torch.nn.Parameter and not p.is_sparse]
         found = [*map(VERSION, parameters), *map(Tensor.data_ptr, self._unmoved)]
-        return self.exclusive.num_changes() + found + self._optimizers.fused_steps()
+        if self._optimizers.has_fused:
+            found += self._optimizers.fused_steps()
+        return self.exclusive.num_changes() + found
 
     # --- dtypes ------------------------------------------------------------------------------------------
 

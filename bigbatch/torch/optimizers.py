@@ -1,5 +1,6 @@
 """The optimizers of one accumulator, which step together, and their schedules."""
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -17,6 +18,7 @@ from .step_result import can_be_skipped_on_device
 from .sums import Sums
 
 Optimizer = torch.optim.Optimizer
+_GROUPS, _PARAMS = operator.attrgetter("param_groups"), operator.itemgetter("params")
 
 
 class Optimizers:
@@ -36,6 +38,8 @@ class Optimizers:
     Attributes:
         given: What the user passed; a list as a tuple.
         all: The optimizers.
+        with_closure: The first one whose step needs a closure, if any.
+        has_fused: Whether any of them is fused.
     """
 
     def __init__(self, model: nn.Module, given: Any) -> None:
@@ -46,7 +50,9 @@ class Optimizers:
         for optimizer in self.all:
             check_optimizer(model, optimizer)
         self._check_disjoint(model)
-        self._needs_closure = next(filter(needs_closure, self.all), None)
+        self.with_closure = next(filter(needs_closure, self.all), None)
+        self._fused = [optimizer for optimizer in self.all if optimizer.defaults.get("fused")]
+        self.has_fused = bool(self._fused)
         self._captured: Sequence[CapturedOptimizer | None] = [None] * len(self.all)
         self._holders: dict[Tensor, Optimizer] = {}
         self._takes_wide: dict[int, bool] = {}  # by the number of the optimizer
@@ -68,27 +74,23 @@ class Optimizers:
                 )
             holders |= dict.fromkeys(held, number)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers, in their order. An optimizer may have others later."""
-        if len(self.all) == 1:
-            return self.all[0].param_groups
-        return list(chain.from_iterable(optimizer.param_groups for optimizer in self.all))
+    def parameters(self) -> list[Any]:
+        """The parameters that they hold now. An optimizer may have other groups later."""
+        groups = map(_GROUPS, self.all)
+        return list(chain.from_iterable(map(_PARAMS, chain.from_iterable(groups))))
 
     def fused_steps(self) -> list[int]:
         """Numbers that change when a fused optimizer steps, which leaves no trace on its parameters (torch 2.13)."""
-        states = [o.state.values() for o in self.all if o.defaults.get("fused")]
-        steps = [state.get("step") for state in chain.from_iterable(states)]
+        steps = [state.get("step") for optimizer in self._fused for state in optimizer.state.values()]
         return [step._version for step in steps if isinstance(step, Tensor)]
 
-    def check_needs_no_closure(self, call: str) -> None:
-        """Raises OptionError if an optimizer asks for the loss several times a step, as LBFGS does."""
-        if self._needs_closure is not None:
-            name = type(self._needs_closure).__name__
-            raise OptionError(
-                f"{name} computes the loss several times in one step, which {call} does once: define closure() as "
-                '"optimizer.zero_grad(); return accumulator.backward(batch).loss" and call optimizer.step(closure)'
-            )
+    def refuse(self, call: str) -> OptionError:
+        """The error if a call makes a step with one that asks for the loss several times, as LBFGS does."""
+        return OptionError(
+            f"{type(self.with_closure).__name__} computes the loss several times in one step, which {call} does once: "
+            'define closure() as "optimizer.zero_grad(); return accumulator.backward(batch).loss" and call '
+            "optimizer.step(closure)"
+        )
 
     # --- the step ----------------------------------------------------------------------------------------
 

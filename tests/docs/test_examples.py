@@ -107,7 +107,9 @@ def test_a_loop_with_a_language_model_changes_in_four_lines(tmp_path: Path) -> N
     full, full_lines = weights_of("transformers_before.py", tmp_path)
     ours, our_lines = weights_of("transformers_after.py", tmp_path)
     assert apart(ours, full) < 1e-5
-    assert our_lines == full_lines
+    numbers = [[float(line.split()[1]) for line in lines] for lines in (our_lines, full_lines)]
+    assert numbers[0] == pytest.approx(numbers[1], abs=2e-4)
+    assert numbers[0][-1] < numbers[0][0] - 0.5
 
 
 JAX = ["jax_optax.py", "jax_nnx.py", "jax_linen.py", "jax_equinox.py"]
