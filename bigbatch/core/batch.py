@@ -42,7 +42,7 @@ def warn_of_batch_norm(
     *,
     layer: str = "BatchNorm",
     has_pooled_statistics: bool = False,
-    statistics: str = "their running statistics are those of the whole batch",
+    statistics: str = "running statistics are those of the whole batch",
 ) -> bool:
     """Warns that the gradient depends on where the batch is cut; returns whether there is any such layer.
 
@@ -54,11 +54,13 @@ def warn_of_batch_norm(
         statistics: What to say about that, if not all calls of a framework do it.
     """
     if names:
+        which = f"layers in training mode ({names[0]} first) normalise"
+        if len(names) == 1:
+            which = f"layer in training mode ({names[0]}) normalises"
         pooled = f" ({statistics})" if has_pooled_statistics else ""
         warn(
-            f"{len(names)} {layer} layer{'s' * (len(names) != 1)} in training mode ({names[0]} first) normalise by the "
-            f"micro-batch, so the gradient is not that of the full batch{pooled}: {freeze}, or use "
-            f"{_other_norms(layer)}, to be exact; verify() shows how far apart it is"
+            f"{len(names)} {layer} {which} by the micro-batch, so the gradient is not that of the full batch{pooled}: "
+            f"{freeze}, or use {_other_norms(layer)}, to be exact; verify() shows how far apart it is"
         )
     return bool(names)
 

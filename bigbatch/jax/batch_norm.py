@@ -86,7 +86,7 @@ def _check_same(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
 
 def _not_found(before: Any, found: Any) -> str:
     """What to do if `found` is not what `micro_batch_stats` returned."""
-    remedy = "pass pooled_batch_stats(stats, found, momentum) what the loss returned as aux, micro_batch_stats(…)"
+    remedy = "let the loss return micro_batch_stats(before, after) as aux, and pass that"
     if isinstance(before, MicroBatchStats):
         remedy = "pass it as the second argument, and the running statistics as the first"
     elif isinstance(found, Mapping):

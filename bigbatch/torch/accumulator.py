@@ -272,6 +272,8 @@ class Accumulator:
                 with self._batch_norms.window(is_new=not num_done) if self._batch_norms.has_layers else _NOTHING:
                     sums, losses = self._accumulate(cut, window, get_totals)  # each forward, backward; reduced once
                     aux = self._combined_aux(window, cut.pass_weights, get_totals(), cut.num_skipped)
+                if self._batch_norms.has_layers and self._is_counted(get_totals()):
+                    self._batch_norms.finish()  # updates running statistics
                 step = finish(sums, losses, get_totals(), cut.largest_micro_batch)
                 return step if aux is None else aux.onto(step)
             except Exception as error:
@@ -374,9 +376,13 @@ class Accumulator:
 
     def _reduce(self, buffer: GradientBuffer, totals: Totals, *, has_all_terms: bool) -> None:
         """Makes the sums those of all ranks."""
-        if has_weight(totals.total, totals.num_micro_batches, self.reduction):
+        if self._is_counted(totals):
             buffer.load()
             self._ranks.complete(buffer, has_all_terms=has_all_terms)
+
+    def _is_counted(self, totals: Totals) -> bool:
+        """Whether the window has any weight. If not, it changes nothing."""
+        return has_weight(totals.total, totals.num_micro_batches, self.reduction)
 
     def _check_before(self, call: str, what: str) -> None:
         """Raises before anything begins: errors of earlier steps, calls in a wrong order, an interruption."""
@@ -549,8 +555,7 @@ class Accumulator:
             losses = self._ranks.sum_losses(window.losses, weights, all_ranks.total, self.reduction)
         aux = self._combined_aux(window, weights, all_ranks)
         if self._batch_norms.has_layers:
-            is_counted = has_weight(all_ranks.total, all_ranks.num_micro_batches, self.reduction)
-            self._batch_norms.close(has_window=has_window, is_counted=is_counted)
+            self._batch_norms.close(has_window=has_window, is_counted=self._is_counted(all_ranks))
         step = self._update(sums, losses, all_ranks)
         return step if aux is None else aux.onto(step)
 
@@ -664,6 +669,7 @@ class Accumulator:
                 )
             if self._window is not None:
                 self._window.batch_norm = self._batch_norms.state()
+                self._window.batch_norm_mode = self._batch_norms.batch_norm
             return {
                 "num_steps": self.num_steps,
                 "scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -680,7 +686,7 @@ class Accumulator:
         with self._exclusive.hold("load_state_dict()"):
             saved = SavedState.read(state, self.scaler, self._ranks, self._gradients, self.reduction, self._new_aux())
             if saved.window is not None:
-                self._batch_norms.load(saved.window.batch_norm)
+                self._batch_norms.load(saved.window.batch_norm, saved.window.batch_norm_mode)
             if self.scaler is not None:
                 self.scaler.load_state_dict(saved.scaler)
             self._window = saved.window

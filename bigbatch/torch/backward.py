@@ -105,7 +105,7 @@ class Backward:
                 with buffer:
                     buffer.add(*seeded, share if in_units else 1.0, keep_graph=t < len(losses) - 1)
         if self.batch_norms.is_watching:
-            self.batch_norms.begin()  # compiled code does not know that it runs again in a backward pass
+            self.batch_norms.begin(continues=True)  # compiled code does not know that it runs again in a backward pass
         window.add(weight, values)
         micro.is_fed = True
 

@@ -1,5 +1,6 @@
 """BatchNorm under accumulation: running statistics are updated once per step, with those of the whole batch."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -12,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..core import batch as core_batch
 from ..core import moments
-from ..core.errors import OrderError, StateError, warn
+from ..core.errors import CaptureError, OrderError, StateError, warn
 from ..core.moments import Moments
 from ..core.options import Option, check_choice
 from ..core.weight import share
@@ -24,6 +25,7 @@ Mode = Literal["batch", "micro_batch", "frozen"]
 
 
 REMEDY = 'pass batch_norm="frozen"'
+_REMEDY_WITHOUT_STATISTICS = "make them with track_running_stats=True and freeze them"
 
 
 def check_mode(name: str, value: Any) -> Any:
@@ -37,9 +39,10 @@ class BatchNorms:
             for micro_batch in window:
                 batch_norms.begin()                     # forgets passes that do not count
                 loss(model, micro_batch)                # each layer leaves mean and variance of this pass
-                batch_norms.pool()                      # adds them to those of the window
+                batch_norms.pool()                      # adds them to those of the window, call by call
                 …
-        # at its end: running = (1 - momentum) * running + momentum * pooled, once, over all ranks
+        batch_norms.finish()
+        # for each call in a pass: running = (1 - momentum) * running + momentum * pooled, over all ranks
 
     While a layer runs, it writes to memory of its own instead of its buffers, with momentum 1: the kernel that
     normalises leaves the statistics there, so that nothing is computed twice. All layers are then pooled together, in
@@ -55,6 +58,7 @@ class BatchNorms:
 
     def __init__(self, model: nn.Module, batch_norm: Mode, ranks: Ranks) -> None:
         self.batch_norm = batch_norm
+        self._model = model
         self._layers = [_Layer(module, name) for module, name in _named(model)]
         self.has_layers = bool(self._layers)
         self.is_watching = False
@@ -78,26 +82,42 @@ class BatchNorms:
 
     def normalising(self) -> list[str]:
         """The names of the layers that normalise by the micro-batch they are given."""
+        return [layer.name for layer in self._normalising()]
+
+    def _normalising(self) -> "list[_Layer]":
+        self.refresh()
         is_frozen = self.batch_norm == "frozen"
-        return [n.name for n in self._layers if _normalises_by_batch(n.module, is_frozen=is_frozen)]
+        return [layer for layer in self._layers if _normalises_by_batch(layer.module, is_frozen=is_frozen)]
+
+    def refresh(self) -> None:
+        """Lists the layers again if the user has replaced some. A model that began with none is not looked at again."""
+        if not self.has_layers:
+            return
+        modules = [module for module in self._model.modules() if isinstance(module, BatchNorm)]
+        if modules != [layer.module for layer in self._layers]:
+            known = {layer.module: layer for layer in self._layers}
+            self._layers = [known.get(module) or _Layer(module, name) for module, name in _named(self._model)]
 
     def warn(self, num_micro_batches: int) -> None:
         """Warns once, before the first window of several micro-batches that some layers normalise one by one."""
         if num_micro_batches > 1 and not self._has_warned:
+            layers = self._normalising()
+            has_statistics = any(layer.module.running_mean is not None for layer in layers)
             self._has_warned = core_batch.warn_of_batch_norm(
-                self.normalising(), REMEDY, has_pooled_statistics=self.batch_norm == "batch"
+                [layer.name for layer in layers],
+                REMEDY if has_statistics else _REMEDY_WITHOUT_STATISTICS,
+                has_pooled_statistics=has_statistics and self.batch_norm == "batch",
             )
 
     # --- a window -----------------------------------------------------------------------------------------
 
     @contextmanager
     def window(self, *, is_new: bool) -> Iterator[None]:
-        """Around all passes of a window; the running statistics are updated at its end."""
+        """Around all passes of a window."""
         if is_new:
             self.start()
         with self.watching():
             yield
-        self.finish()
 
     def start(self) -> None:
         """Starts a window."""
@@ -123,7 +143,7 @@ class BatchNorms:
                 yield
         else:
             layers = [layer for group in self._groups for layer in group.layers]
-            before = [layer.num_tracked() for layer in layers]
+            before = [(layer, layer.num_tracked()) for layer in self._layers]
             for layer in () if self._is_replicated else layers:
                 layer.watch()
             self.is_watching = True
@@ -134,8 +154,7 @@ class BatchNorms:
                 for layer in () if self._is_replicated else layers:
                     layer.unwatch()
             if not self._has_warned_of_unseen:
-                changed = zip(layers, before, strict=True)
-                self._warn_of_unseen([layer.name for layer, then in changed if layer.num_tracked() != then])
+                self._warn_of_unseen([layer.name for layer, then in before if layer.num_tracked() != then])
 
     @contextmanager
     def _frozen(self) -> Iterator[None]:
@@ -158,16 +177,18 @@ class BatchNorms:
     def _warn_of_unseen(self, names: Sequence[str]) -> None:
         if names:
             self._has_warned_of_unseen = True
+            which = f"layers ({names[0]} first)" if len(names) > 1 else f"layer ({names[0]})"
             warn(
-                f"{len(names)} BatchNorm layer{'s' * (len(names) != 1)} ({names[0]} first) updated running statistics "
-                "with every micro-batch, because compiled or replicated code ran them where bigbatch could not pool "
-                'them: call recalibrate(model, batches) before evaluation, or pass batch_norm="micro_batch" if this is '
-                "what you want"
+                f"{len(names)} BatchNorm {which} updated running statistics with every micro-batch, because bigbatch "
+                "cannot pool what compiled or replicated code runs, or a lazy layer in its first window: call "
+                'recalibrate(model, batches) before evaluation, or pass batch_norm="micro_batch" if this is what you '
+                "want"
             )
 
     @contextmanager
     def passing(self, *, is_first: bool) -> Iterator[None]:
         """Around one micro-batch of `micro_batch()`."""
+        self.refresh()
         if is_first:
             self.start()
         self.begin()
@@ -177,16 +198,20 @@ class BatchNorms:
     def close(self, *, has_window: bool, is_counted: bool) -> None:
         """At the end of a window of `micro_batch()`; this rank may have none."""
         if not has_window:
+            self.refresh()
             self.start()
         if is_counted:
             self.finish()
 
     # --- a pass -------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Before a pass: forgets what layers have left since the last one, in a pass that does not count."""
+    def begin(self, *, continues: bool = False) -> None:
+        """Before a pass: forgets what layers have left since the last one, in a pass that does not count.
+
+        With `continues` it is the rest of a pass: the calls that are already pooled are the first ones of it.
+        """
         for group in self._groups:
-            group.begin()
+            group.begin(continues=continues)
 
     def pool(self) -> None:
         """After a pass: adds the statistics that layers have left to those of the window."""
@@ -195,26 +220,43 @@ class BatchNorms:
 
     def finish(self) -> None:
         """At the end of a window: updates the running statistics, with those of all ranks."""
-        if self.batch_norm == "batch" and (self._has_run or self._ranks.is_distributed):
-            for group in self._groups:
-                group.update(self._ranks)
+        if self.batch_norm != "batch" or not (self._has_run or self._ranks.is_distributed):
+            return
+        num_calls = max((len(group.states) for group in self._groups), default=0)
+        if self._ranks.is_distributed:
+            num_calls = self._ranks.largest(num_calls)  # a rank without data does not know
+        for group in self._groups:
+            group.grow(num_calls)
+            for state in group.states:  # in the order of the calls
+                group.update(state, self._ranks)
 
     # --- what is kept with a window -----------------------------------------------------------------------
 
     def state(self) -> dict[str, list[Tensor]]:
-        """The statistics of the window so far: number of values, mean and squared deviations, by layer."""
+        """The statistics of the window so far, by layer: number of values, mean and squared deviations of each call."""
         return {
-            layer.name: [part.clone() for part in own]
+            layer.name: [part.clone() for parts in own for part in parts]
             for group in self._groups
-            for layer, *own in zip(group.layers, *(part.split(group.sizes) for part in group.state), strict=True)
+            for layer, *own in zip(group.layers, *(state.split(group.sizes, 1) for state in group.states), strict=True)
         }
 
     def tensors(self) -> list[Tensor]:
         """The memory in which they are."""
-        return [group.state for group in self._groups]
+        return [state for group in self._groups for state in group.states]
 
-    def load(self, state: dict[str, list[Tensor]]) -> None:
-        """Continues with saved statistics; raises StateError, with nothing changed, if the model has other layers."""
+    def load(self, state: dict[str, list[Tensor]], mode: Mode | None = None) -> None:
+        """Continues with saved statistics; raises StateError, with nothing changed, if they do not fit the model.
+
+        Args:
+            state: What `state` returned.
+            mode: The `batch_norm` of the accumulator that saved it; None if that is not known.
+        """
+        self.refresh()
+        if self.has_layers and mode is not None and mode != self.batch_norm:
+            raise StateError(
+                f"the state was saved in the middle of a window with batch_norm={mode!r}, this accumulator has "
+                f"{self.batch_norm!r}: make it with the same, or save after a step"
+            )
         modules = {layer.name: layer.module for layer in self._layers}
         for name, (count, *_) in state.items():
             own = getattr(modules.get(name), "running_mean", None)
@@ -225,10 +267,11 @@ class BatchNorms:
                 )
         self.start()
         for group in self._groups:
-            for part, own in enumerate(group.state):
-                for layer, values in zip(group.layers, own.split(group.sizes), strict=True):
-                    if layer.name in state:
-                        values.copy_(state[layer.name][part])
+            group.grow(max((len(parts) // 3 for parts in state.values()), default=1))
+            for number, own in enumerate(group.states):
+                for layer, values in zip(group.layers, own.split(group.sizes, 1), strict=True):
+                    if saved := state.get(layer.name, [])[3 * number : 3 * number + 3]:
+                        values.copy_(torch.stack(saved))
             self._has_run |= bool(state)
 
 
@@ -239,16 +282,18 @@ class _Layer:
         rows: For the first, second, … call in a pass: the mean, the unbiased variance, the number of values.
         spare: The same for calls that do not count.
         num_calls: How many calls in this pass counted.
+        num_pooled: How many of them have been added to the statistics of the window.
     """
 
     def __init__(self, module: Any, name: str) -> None:
         self.module, self.name = module, name
         self.rows: list[_Row] = []
-        self.num_calls = 0
+        self.num_calls = self.num_pooled = 0
         self._buffers = own_buffers(module)
         self._mean: Tensor | None = None
         self._before: Callable[..., Any] | None = None
         self._watched = MethodType(_watched(self), module)
+        self._copier = _copier(self)
 
     def is_watchable(self) -> bool:
         mean = self.module.running_mean
@@ -280,11 +325,12 @@ class _Layer:
         self._mean = self.module.running_mean
         own = vars(self.module)
         self._before = own.get("forward")  # accelerate sets one
-        own["forward"] = self._watched
+        own["forward"], own["__deepcopy__"] = self._watched, self._copier
         self.is_plain = self._before is None and has_plain_forward(self.module)
 
     def unwatch(self) -> None:
         own = vars(self.module)
+        del own["__deepcopy__"]
         if self._before is None:
             del own["forward"]
         else:
@@ -302,6 +348,11 @@ class _Layer:
         if is_in_backward():
             return self.spare
         if self.num_calls == len(self.rows):
+            if self.module.running_mean.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise CaptureError(
+                    f"the BatchNorm layer {self.name} ran {self.num_calls + 1} times with a micro-batch and "
+                    f"{self.num_calls} before with the same: compute the loss in the same way each time"
+                )
             self.rows.append(self.row())
         self.num_calls += 1
         return self.rows[self.num_calls - 1]
@@ -357,12 +408,26 @@ def _watched(layer: _Layer) -> Callable[..., Any]:
     return forward
 
 
+def _copier(layer: _Layer) -> Callable[[dict[int, Any]], Any]:
+    """What `copy.deepcopy` calls while a layer is watched: the copy of a model is not watched."""
+
+    def deepcopy(memo: dict[int, Any]) -> Any:
+        layer.unwatch()
+        try:
+            return copy.deepcopy(layer.module, memo)
+        finally:
+            layer.watch()
+
+    return deepcopy
+
+
 class _Group:
     """Layers whose running statistics are on one device and of one dtype; all are pooled at once.
 
     Attributes:
-        state: The statistics of the window so far, channel by channel: the number of values, their mean and the sum
-            of their squared deviations from it. Always in the same memory, which CUDA graphs add to.
+        states: For the first, second, … call of the layers in a pass, the statistics of the window so far, channel by
+            channel: the number of values, their mean and the sum of their squared deviations from it. Always in the
+            same memory, which CUDA graphs add to.
     """
 
     def __init__(self, layers: list[_Layer]) -> None:
@@ -373,7 +438,7 @@ class _Group:
         self.sizes = [mean.numel() for mean in means]
         for layer in layers:
             layer.prepare(self.wide)
-        self.state = torch.zeros(3, sum(self.sizes), dtype=self.wide, device=device)
+        self.states = [torch.zeros(3, sum(self.sizes), dtype=self.wide, device=device)]
         numbers = torch.arange(len(layers))
         self._layer_of = numbers.repeat_interleave(torch.tensor(self.sizes)).to(device)
         self._lost = torch.tensor([_lost(layer.module) for layer in layers], dtype=self.wide).to(device)
@@ -382,36 +447,41 @@ class _Group:
 
     def clear(self) -> None:
         """For a new window. What a pass left is cleared too: the kernel multiplies it by 0, which keeps NaN."""
-        torch._foreach_zero_([self.state, *(t for layer in self.layers for row in layer.rows for t in row)])
+        torch._foreach_zero_([*self.states, *(t for layer in self.layers for row in layer.rows for t in row)])
         for layer in self.layers:
-            layer.num_calls = 0
+            layer.num_calls = layer.num_pooled = 0
 
-    def begin(self) -> None:
+    def begin(self, *, continues: bool) -> None:
         torch._foreach_zero_([n for layer in self.layers for _, _, n in layer.rows])
         for layer in self.layers:
-            layer.num_calls = 0
+            layer.num_calls = layer.num_pooled if continues else 0
+
+    def grow(self, num_calls: int) -> None:
+        """Makes memory for so many calls of a layer in a pass."""
+        while len(self.states) < num_calls:
+            self.states.append(torch.zeros_like(self.states[0]))
 
     @torch.no_grad()
     def pool(self) -> bool:
         """Returns whether any layer has run."""
         num_calls = max(layer.num_calls for layer in self.layers)
-        if num_calls:
-            means, variances, numbers = zip(*(layer.rows[0] for layer in self.layers), strict=True)
+        self.grow(num_calls)
+        for layer in self.layers:
+            layer.num_pooled = layer.num_calls
+            layer.rows += [layer.row() for _ in range(num_calls - len(layer.rows))]  # they have seen 0 values
+        for call, state in enumerate(self.states[:num_calls]):
+            means, variances, numbers = zip(*(layer.rows[call] for layer in self.layers), strict=True)
             number = torch.cat(numbers)[self._layer_of]
-            add_statistics(self.state, torch.cat(means), torch.cat(variances), number, self._lost_by_channel)
-        if num_calls > 1:  # layers that are used several times
-            for part, layer, lost in zip(self.state.split(self.sizes, 1), self.layers, self._lost, strict=True):
-                for row in layer.rows[1 : layer.num_calls]:
-                    add_statistics(part, *row, lost)
+            add_statistics(state, torch.cat(means), torch.cat(variances), number, self._lost_by_channel)
         return num_calls > 0
 
     @torch.no_grad()
-    def update(self, ranks: Ranks) -> None:
-        """Updates the running statistics of the layers that ran, unless something is not finite."""
-        count, mean, squares = self.state.unbind()
+    def update(self, state: Tensor, ranks: Ranks) -> None:
+        """Updates the running statistics of the layers that ran in this call, unless something is not finite."""
+        count, mean, squares = state.unbind()
         lost = self._lost_by_channel
         if ranks.is_distributed:
-            count, mean, squares = over_ranks(self.state, ranks.sum_over_ranks)
+            count, mean, squares = over_ranks(state, ranks.sum_over_ranks)
             lost = torch.ones_like(lost)
         var = share(squares, (count - lost).clamp(min=1), torch.where)
         is_bad = ~(torch.isfinite(mean) & torch.isfinite(var))
@@ -434,8 +504,8 @@ class _Group:
         if momenta != self._momenta:
             self._momenta = momenta
             given = [0.0 if momentum is None else momentum for momentum in momenta]
-            self._given = torch.tensor(given, dtype=self.wide).to(self.state.device)
-            self._is_average = torch.tensor([momentum is None for momentum in momenta]).to(self.state.device)
+            self._given = torch.tensor(given, dtype=self.wide).to(self.states[0].device)
+            self._is_average = torch.tensor([momentum is None for momentum in momenta]).to(self.states[0].device)
         if None not in momenta:
             return self._given
         counts = [layer.module.num_batches_tracked for layer in self.layers]

@@ -84,6 +84,7 @@ def _window_state(window: PartialWindow, parameters: list[Tensor]) -> _WindowSta
         "shapes": [tuple(local(p).shape) for p in parameters],
         "trainable": window.trainable,
         "batch_norm": window.batch_norm,
+        "batch_norm_mode": window.batch_norm_mode,
     }
 
 
@@ -130,6 +131,7 @@ def _load_window(
         trainable=None if trainable is None else [bool(is_trained) for is_trained in trainable],
         is_of_step=bool(state["is_of_step"]),
         batch_norm=state.get("batch_norm", {}),
+        batch_norm_mode=state.get("batch_norm_mode"),
     )
     for sums, saved, unit in zip(window.sums, state["gradients"], state["units"], strict=True):
         sums.unit = unit

@@ -33,6 +33,8 @@ from .sums import Sums
 Weight = Callable[[Any], Any]
 GetShares = Callable[[Terms], Terms]
 _FAR = 2.0**40
+_SIZE_WITHOUT_SINGLES = 3
+"""From this size on, a batch can be cut so that no micro-batch has a single sample."""
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _SUMMED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _SUMMED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
@@ -130,10 +132,17 @@ class Cut:
             error.add_note("bigbatch: the progress of the interrupted step was dropped; step() starts the batch again")
         is_of_norm = isinstance(error, ValueError) and "more than 1 value per channel" in str(error)
         if is_of_norm and len(self.sizes) > 1 and self.sizes[-1] == 1:
+            num, size = sum(self.sizes), max(self.sizes)
+            ends = "has a single sample in each" if size == 1 else "ends with one of a single sample"
+            if size < _SIZE_WITHOUT_SINGLES:
+                remedy = f"pass a micro_batch_size of {min(num, _SIZE_WITHOUT_SINGLES)} or more, or put BatchNorm into "
+                remedy += "eval mode"
+            elif self.is_cut:  # layers in training mode would have been cut for
+                remedy = "the layer was put into training mode in the loss: call train() between steps"
+            else:
+                remedy = "give the last micro-batch of a window 2 samples or more"
             raise BatchError(
-                f"a batch of {sum(self.sizes)} in micro-batches of {self.largest_micro_batch} ends with one of a "
-                "single sample, from which BatchNorm has no statistics: pass a micro_batch_size of 3 or more, or put "
-                "BatchNorm into eval mode"
+                f"a batch of {num} in micro-batches of {size} {ends}, from which BatchNorm has no statistics: {remedy}"
             ) from error
 
 
@@ -162,6 +171,7 @@ class PartialWindow:
         buffers: What adds to the sums of `micro_batch()`, by term.
         shares: What `share` has computed.
         batch_norm: When it is saved or loaded: the statistics of BatchNorm layers so far.
+        batch_norm_mode: The option `batch_norm` that it was saved with; None if that is not known.
     """
 
     weights: Weights
@@ -175,6 +185,7 @@ class PartialWindow:
     buffers: list[Any] = field(default_factory=list)
     shares: dict[Terms, Terms] = field(default_factory=dict)
     batch_norm: dict[str, list[Tensor]] = field(default_factory=dict)
+    batch_norm_mode: Any = None
 
     @classmethod
     def of_step(cls, cut: Cut, aux: WindowAux | None = None, *, is_of_step: bool = True) -> "PartialWindow":

@@ -126,7 +126,7 @@ def test_batch_normalization_is_told_once():
         return keras.Sequential([layers.Input((64,)), layers.BatchNormalization(name="bn_1"), layers.Dense(10)])
 
     model = compiled(build=build)
-    with pytest.warns(BigBatchWarning, match=r"1 BatchNormalization layer in training mode \(bn_1 first\) normalise"):
+    with pytest.warns(BigBatchWarning, match=r"1 BatchNormalization layer in training mode \(bn_1\) normalises"):
         fitted(model, **images()(), batch_size=BATCH_SIZE)
     with warnings.catch_warnings():
         warnings.simplefilter("error", BigBatchWarning)

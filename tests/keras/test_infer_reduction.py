@@ -613,7 +613,7 @@ if BACKEND == "torch":
             return keras.Sequential([layers.Input((6,)), wrapper, layers.Dense(4)])
 
         *_, told = fit(build, (X.astype("float32"), TARGET.astype("float32")), MICRO, loss="mse")
-        assert [sentence for sentence in told if "(wrapped first) normalise" in sentence] == told != []
+        assert [sentence for sentence in told if "(wrapped) normalises" in sentence] == told != []
 
 
 if BACKEND == "tensorflow":

@@ -89,6 +89,35 @@ def test_one_micro_batch_at_a_time(rank: int, size: int) -> None:
     assert_same_on_all_ranks(model.module)
 
 
+def test_every_call_makes_an_update_also_for_ranks_without_data(rank: int, size: int) -> None:
+    """A rank without data does not know how often the others call a layer."""
+    steps = [parts([9, *[3] * (size - 2), 0]), parts([2, *[3] * (size - 2), 7])]
+
+    def twice(model: nn.Module, batch: Batch) -> Tensor:
+        return loss(model, batch) + model(batch[0] * 3 - 4).square().mean()
+
+    model = DistributedDataParallel(make())
+    accumulator = Accumulator(model, sgd(model), twice, 3)
+    whole = make()
+    for step in steps:
+        accumulator.step(step[rank] if len(step[rank][0]) else None)
+        x = torch.cat([x for x, _ in step])
+        whole[0](x)
+        whole[0](x * 3 - 4)
+    assert_same(model.module[0], whole[0])
+    assert_same_on_all_ranks(model.module)
+
+
+def test_a_window_without_weight_changes_nothing(rank: int, size: int) -> None:
+    def with_aux(model: nn.Module, batch: Batch) -> Any:
+        return loss(model, batch), {"size": len(batch[0])}
+
+    model = DistributedDataParallel(make())
+    before = make()
+    Accumulator(model, sgd(model), with_aux, 3, weight=lambda _: 0, has_aux=True).step(parts([6] * size)[rank])
+    assert_same(model.module, before)
+
+
 def test_negative_control_every_micro_batch(rank: int, size: int) -> None:
     step = parts([9, 3, *[4] * (size - 2)])
     model = DistributedDataParallel(make())

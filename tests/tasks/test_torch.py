@@ -62,7 +62,7 @@ def test_negative_control_mean_of_means():
 
 
 def test_batch_norm_is_not_exact():
-    with pytest.warns(BigBatchWarning, match="normalise by the micro-batch"):
+    with pytest.warns(BigBatchWarning, match="normalises? by the micro-batch"):
         ours = gradients(digits_batchnorm, micro_batch_size=8)
     assert gap(ours, gradients(digits_batchnorm)) > 0.01
 

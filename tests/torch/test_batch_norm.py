@@ -106,6 +106,24 @@ def test_error_explains_a_batch_that_leaves_one_sample() -> None:
             assert accumulator.step(data(size - 1)).is_applied
 
 
+def test_the_error_about_a_single_sample_says_why() -> None:
+    def thawing(model: nn.Module, batch: Any) -> Tensor:
+        return loss(model.train(), batch)
+
+    model = make()
+    model.eval()
+    with pytest.raises(BatchError, match=r"of 3 ends with one .*: the layer was put into training mode in the loss"):
+        Accumulator(model, sgd(model), thawing, 3).step(data(7))
+    model.train()
+    with pytest.raises(BatchError, match=r"of 1 has a single sample in each, .* pass a micro_batch_size of 3 or more"):
+        Accumulator(model, sgd(model), loss, 1).step(data(7))
+    with pytest.raises(BatchError, match="pass a micro_batch_size of 2 or more"):
+        Accumulator(model, sgd(model), loss, 1).step(data(2))
+    window = Window([*zip(*(t.split(3) for t in data(7)), strict=True)])
+    with pytest.raises(BatchError, match="give the last micro-batch of a window 2 samples or more"):
+        Accumulator(model, sgd(model), loss).step(window)
+
+
 def test_a_batch_of_one_fails_as_without_accumulation() -> None:
     model = make()
     with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
@@ -328,7 +346,7 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("way", ["batch", "micro_batch"])
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_a_shared_layer_pools_all_calls_and_recomputation_does_not_count(reentrant: bool | None, way: str) -> None:
+def test_a_shared_layer_pools_call_by_call_and_recomputation_does_not_count(reentrant: bool | None, way: str) -> None:
     batch, model = data(8), Twice(reentrant)
     inputs: list[Tensor] = []
 
@@ -338,11 +356,66 @@ def test_a_shared_layer_pools_all_calls_and_recomputation_does_not_count(reentra
 
     model.norm.register_forward_pre_hook(note)
     train(model, [batch], 3, way)
-    x = torch.cat(inputs)
-    assert len(x) == 16
-    assert (model.norm.running_mean - 0.1 * x.mean(0)).abs().max() <= 1e-12
-    assert (model.norm.running_var - 0.9 - 0.1 * x.var(0)).abs().max() <= 1e-12
-    assert model.norm.num_batches_tracked == 1
+    expected = nn.BatchNorm1d(4).double()
+    for call in (0, 1):
+        x = torch.cat(inputs[call::2])
+        assert len(x) == 8
+        expected(x)
+    assert distance(model.norm, buffers(expected)) <= 1e-12
+
+
+def on_real_and_fake(model: nn.Module, batch: Any) -> Tensor:
+    """A discriminator's loss: each layer runs twice, on data far apart."""
+    return loss(model, batch) + model(batch[0] * 3 - 4).square().mean()
+
+
+@pytest.mark.parametrize("way", ["batch", "window", "micro_batch"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 7])
+def test_every_call_makes_an_update_as_with_the_full_batch(size: int, momentum: float | None, way: str) -> None:
+    batches, full, model = images(7, 2, 5), Net(momentum), Net(momentum)
+    for x, _ in batches:
+        full(x)
+        full(x * 3 - 4)
+    accumulator = Accumulator(model, sgd(model), on_real_and_fake, size, accumulation_steps=1000)
+    for batch in batches:
+        parts = [*zip(*(t.split(size) for t in batch), strict=True)]
+        if way == "micro_batch":
+            for part in parts:
+                with accumulator.micro_batch(weight=len(part[0])) as micro:
+                    micro.backward(on_real_and_fake(model, part))
+            accumulator.flush()
+        else:
+            accumulator.step(batch if way == "batch" else Window(parts))
+    names = [f"first.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
+    assert distance(model, buffers(full), *names) <= 1e-12
+    assert model.second.num_batches_tracked == 6
+
+
+def test_a_call_after_the_backward_pass_is_the_second_one() -> None:
+    (batch,), model, full = images(6), Net(), Net()
+    accumulator = Accumulator(model, sgd(model), accumulation_steps=2)
+    for part in zip(*(t.split(3) for t in batch), strict=True):
+        with accumulator.micro_batch(weight=3) as micro:
+            micro.backward(loss(model, part))
+            model(part[0] * 3 - 4)
+    full(batch[0])
+    full(batch[0] * 3 - 4)
+    names = [f"first.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
+    assert distance(model, buffers(full), *names) <= 1e-12
+
+
+def test_another_number_of_calls_in_the_next_step() -> None:
+    batches, model, full = images(7, 5, 6), Net(), Net()
+    accumulator = Accumulator(model, sgd(model), loss, 3)
+    for number, batch in enumerate(batches):
+        accumulator.loss = on_real_and_fake if number == 1 else loss
+        accumulator.step(batch)
+        full(batch[0])
+        if number == 1:
+            full(batch[0] * 3 - 4)
+    names = [f"first.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
+    assert distance(model, buffers(full), *names) <= 1e-12
 
 
 def test_layers_that_do_not_run_or_are_in_eval_mode_keep_their_statistics() -> None:
@@ -473,6 +546,78 @@ def test_zero_weights_do_not_count() -> None:
     assert distance(model, before) == 0
 
 
+def test_a_window_without_weight_changes_nothing_although_it_runs_for_aux() -> None:
+    model, (batch, other) = Net(), images(7, 5)
+
+    def with_aux(model: nn.Module, batch: Any) -> Any:
+        return loss(model, batch), {"size": len(batch[0])}
+
+    accumulator = Accumulator(model, sgd(model), with_aux, 3, weight=lambda _: 0, has_aux=True)
+    before = buffers(model)
+    assert accumulator.step(batch).aux == {"size": 7}
+    assert distance(model, before) == 0
+    accumulator.weight = None
+    accumulator.step(other)
+    full = Net()
+    full(other[0])
+    assert distance(model, buffers(full), "first.running_mean", "first.running_var") <= 1e-12
+
+
+@pytest.mark.parametrize("mode", ["batch", "frozen"])
+def test_a_layer_that_was_replaced_is_found(mode: Any) -> None:
+    (batch, other), model = images(6, 5), Net()
+    accumulator = Accumulator(model, sgd(model), loss, 3, accumulation_steps=100, batch_norm=mode)
+    for feeding in (False, True):
+        torch.manual_seed(2)
+        model.first = nn.BatchNorm2d(3, affine=False).double()
+        full = copy.deepcopy(model.first)
+        if mode == "batch":
+            full(other[0])
+        if feeding:
+            feed(accumulator, other, 2)
+        else:
+            accumulator.step(other)
+        assert distance(model.first, buffers(full)) <= 1e-12
+    accumulator.step(batch)
+
+
+def test_a_lazy_layer_is_told_of_and_pooled_from_the_next_window_on() -> None:
+    torch.manual_seed(0)
+    x, y = data(6)
+    model = nn.Sequential(nn.Linear(4, 2).double(), nn.LazyBatchNorm1d(affine=False, dtype=torch.float64))
+    accumulator = Accumulator(model, torch.optim.SGD(model[0].parameters(), lr=0.0), loss, 3)
+    with pytest.warns(BigBatchWarning, match=r"1 BatchNorm layer \(1\) updated running statistics with every"):
+        accumulator.step((x, y))
+    assert model[1].num_batches_tracked == 2
+    full = copy.deepcopy(model)
+    accumulator.step((x, y))
+    full(x)
+    assert distance(model, buffers(full)) <= 1e-12
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, torch.optim.swa_utils.AveragedModel])
+def test_a_copy_made_in_a_block_is_a_plain_model(copies: Any) -> None:
+    model, (batch, other) = Net(), images(7, 5)
+    own = model.second.forward
+    model.second.forward = own
+    accumulator = Accumulator(model, sgd(model), accumulation_steps=1)
+    with accumulator.micro_batch(weight=7) as micro:
+        value = loss(model, batch)
+        twin = copies(model)
+        micro.backward(value)
+    twin = getattr(twin, "module", twin)
+    assert not {"forward", "__deepcopy__"} & vars(twin.first).keys()
+    assert "__deepcopy__" not in vars(twin.second)
+    twin.second.__dict__.pop("forward")
+    assert vars(model.second)["forward"] is own
+    before = buffers(model)
+    pickle.loads(pickle.dumps(twin))(other[0])
+    twin(other[0])
+    assert twin.first.num_batches_tracked == 1
+    assert distance(model, before) == 0
+    assert model.first.num_batches_tracked == 1
+
+
 def test_copies_of_the_model_in_a_loss_are_left_alone() -> None:
     model, (batch,) = Net(), images(7)
 
@@ -553,6 +698,50 @@ class Interrupting:
         return loss(model, batch)
 
 
+@pytest.mark.parametrize(
+    ("saved", "loading"), [("batch", "frozen"), ("micro_batch", "batch"), ("batch", "micro_batch")]
+)
+def test_a_window_of_another_mode_is_refused(saved: Any, loading: Any) -> None:
+    (batch,), model = images(6), Net()
+    accumulator = Accumulator(model, sgd(model), accumulation_steps=2, batch_norm=saved)
+    with accumulator.micro_batch(weight=6) as micro:
+        micro.backward(loss(model, batch))
+    state = accumulator.state_dict()
+    other = Accumulator(model, sgd(model), accumulation_steps=2, batch_norm=loading)
+    with pytest.raises(StateError, match=f"batch_norm='{saved}', this accumulator has '{loading}'"):
+        other.load_state_dict(state)
+    assert other.num_fed == 0
+    del state["window"]["batch_norm_mode"]  # as states were before
+    other.load_state_dict(state)
+    assert other.num_fed == 1
+
+
+def test_the_mode_does_not_matter_without_layers_or_between_windows() -> None:
+    plain, model = nn.Linear(4, 2).double(), Net()
+    accumulator = Accumulator(plain, sgd(plain), accumulation_steps=2)
+    with accumulator.micro_batch(weight=6) as micro:
+        micro.backward(loss(plain, data(6)))
+    Accumulator(plain, sgd(plain), accumulation_steps=2, batch_norm="frozen").load_state_dict(accumulator.state_dict())
+    accumulator = train(model, images(6), 3)
+    Accumulator(model, sgd(model), loss, 3, batch_norm="frozen").load_state_dict(accumulator.state_dict())
+
+
+def test_a_window_of_several_calls_continues_where_it_was() -> None:
+    (batch,), model, full = images(6), Net(), Net()
+    accumulator = Accumulator(model, sgd(model), accumulation_steps=2)
+    for number, part in enumerate(zip(*(t.split(3) for t in batch), strict=True)):
+        if number:
+            state = accumulator.state_dict()
+            accumulator = Accumulator(model, sgd(model), accumulation_steps=2)
+            accumulator.load_state_dict(state)
+        with accumulator.micro_batch(weight=3) as micro:
+            micro.backward(on_real_and_fake(model, part))
+    full(batch[0])
+    full(batch[0] * 3 - 4)
+    names = [f"first.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
+    assert distance(model, buffers(full), *names) <= 1e-12
+
+
 def test_statistics_of_another_model_are_refused() -> None:
     model = Net()
     accumulator = Accumulator(model, sgd(model), accumulation_steps=4)
@@ -624,8 +813,18 @@ def test_a_loss_that_thaws_frozen_layers_is_refused() -> None:
 
 def test_layers_without_running_statistics_cannot_be_frozen() -> None:
     model = make(track_running_stats=False)
-    with pytest.warns(BigBatchWarning, match="normalise by the micro-batch"):
+    told = (
+        r"1 BatchNorm layer in training mode \(1\) normalises by the micro-batch, so .*: make them with track_running"
+    )
+    with pytest.warns(BigBatchWarning, match=told):
         Accumulator(model, sgd(model), loss, 3, batch_norm="frozen").step(data(7))
+
+
+def test_the_warning_is_about_all_layers() -> None:
+    model = Net()
+    told = r"2 BatchNorm layers in training mode \(first first\) normalise by .*\(running .*: pass batch_norm="
+    with pytest.warns(BigBatchWarning, match=told):
+        Accumulator(model, sgd(model), loss, 3).step(images(7)[0])
 
 
 def test_the_option_is_checked_and_changes_between_windows() -> None:
@@ -677,9 +876,7 @@ def test_compiled_code_that_cannot_be_pooled_is_told_of() -> None:
     model = Net()
     model.first = Activated(3).double()
     accumulator = Accumulator(torch.compile(model, backend="eager"), sgd(model), loss, 3)
-    with pytest.warns(
-        BigBatchWarning, match=r"1 BatchNorm layer \(.*first first\) updated running statistics with every"
-    ):
+    with pytest.warns(BigBatchWarning, match=r"1 BatchNorm layer \(.*first\) updated running statistics with every"):
         accumulator.step(images(7)[0])
     assert model.first.num_batches_tracked == 3
     assert model.second.num_batches_tracked == 1

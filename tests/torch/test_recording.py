@@ -1,6 +1,8 @@
 """How passes are recorded and replayed, without a GPU: here a graph is the work it was made of, done again."""
 
+import itertools
 import random
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -174,6 +176,35 @@ def test_rehearsals_do_not_count_for_batch_norm(mode: Any) -> None:
             accumulator._optimizers._captured = [None]
         for size in (13, 13, 12, 13):
             accumulator.step(data(size))
+        assert not captures or accumulator._captured.num_replays > 0
+        models.append(model)
+    for (name, ours), theirs in zip(models[1].state_dict().items(), models[0].state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_a_layer_that_begins_to_run_twice_in_a_rehearsal() -> None:
+    """Its second call has no memory before that pass, and counts once."""
+    models = []
+    for captures in (False, True):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(8)
+        norm.num_batches_tracked = None
+        model = nn.Sequential(norm, nn.Linear(8, 4)).double()
+        numbers = itertools.count()
+
+        def own(model: nn.Module, batch: Batch, numbers: Any = numbers) -> Tensor:
+            value = loss(model, batch)
+            return value + model(batch[0] * 3 - 4).square().mean() if next(numbers) else value
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accumulator = Accumulator(model, optimizer, own, 4, capture=captures)
+        if accumulator._captured is not None:
+            accumulator._optimizers._captured = [None]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                accumulator.step(data(12))
+        assert not any("updated running statistics" in str(w.message) for w in caught)
         assert not captures or accumulator._captured.num_replays > 0
         models.append(model)
     for (name, ours), theirs in zip(models[1].state_dict().items(), models[0].state_dict().values(), strict=True):

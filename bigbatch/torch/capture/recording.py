@@ -90,6 +90,7 @@ class Pass:
         is_done = False
         try:
             terms, aux = self._forward(inputs := nest.detached(static))
+            snapshot.add_new(self.eager.batch_norms.tensors())  # a layer may have run more often than before
             is_any_low = is_low(terms)
             unit, factors = _unit_and_factors(self.scale, is_low=is_any_low)
             buffer.load(unit)

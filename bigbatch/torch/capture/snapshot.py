@@ -25,6 +25,11 @@ class Snapshot:
         parameters = [p for module in modules for p in module.parameters(recurse=False)]
         self._frozen = [(p, VERSION(p)) for p in parameters if not p.requires_grad]
 
+    def add_new(self, others: Sequence[Tensor]) -> None:
+        """Takes in tensors that were made since, as zeros."""
+        known = {tensor for tensor, _ in self._others}
+        self._others += [(tensor, torch.zeros_like(tensor)) for tensor in others if tensor not in known]
+
     def has_drawn_on_host(self) -> bool:
         """Whether random numbers were drawn on the host: a replay would not draw them again."""
         return self._random.has_drawn_on_host()

@@ -122,6 +122,10 @@ class Ranks:
     def sum_over_ranks(self, tensor: Tensor) -> None:
         """Replaces a tensor by its sum over all ranks."""
 
+    def largest(self, number: int) -> int:
+        """The largest number that a rank passes here."""
+        return number
+
     def sync_ranks(self, weight: Terms) -> Terms:
         """Before a micro-batch of `micro_batch()`; returns the reference for weights if all ranks need the same."""
         return ()
@@ -203,6 +207,9 @@ class SeveralRanks(Ranks):
 
     def sum_over_ranks(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
+
+    def largest(self, number: int) -> int:
+        return max(exchange(LocalCounts(num_passes=number), self._host_group)().num_passes)
 
     def add_up(self, count: Callable[[], float]) -> float:
         with self.raise_on_all_ranks():
