@@ -138,7 +138,7 @@ REFUSED = [
     (lambda: weights.tokens()({"labels": np.zeros(3)}), "the labels are of float"),
     (lambda: weights.tokens()({"labels": LABELS > 0}), "the labels are of bool"),
     (lambda: weights.causal_lm_tokens({"labels": LABELS[0]}), "without an axis of time"),
-    (lambda: weights.class_weights([1.0, 2.0])({"labels": LABELS}), "have a 5, but there are 2 class weights"),
+    (lambda: weights.class_weights([1.0, 2.0])({"labels": LABELS}), "labels is 5, but there are 2 class weights"),
     (lambda: weights.class_weights([[1.0]]), "the class weights have the shape"),
     (lambda: weights.class_weights([-1.0]), "negative or not finite"),
     (lambda: weights.sample_weights()({}), 'no "sample_weight"'),
