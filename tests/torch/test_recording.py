@@ -211,6 +211,19 @@ def test_a_layer_that_begins_to_run_twice_in_a_rehearsal() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14, msg=name)
 
 
+def test_rehearsals_are_not_told_of_as_updates_of_running_statistics() -> None:
+    """What restores the buffers after a rehearsal changes none of them."""
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(model, optimizer, loss, 4, capture=True)
+    assert accumulator._captured is not None
+    accumulator._optimizers._captured = [None]
+    with pytest.warns(BigBatchWarning) as told:
+        accumulator.step(data(12))
+    assert accumulator._captured.num_replays > 0
+    assert ["normalises by the micro-batch" in str(w.message) for w in told] == [True]
+
+
 def test_a_gradient_that_was_left_is_not_overwritten() -> None:
     """Recorded passes add to the same memory in each window."""
     left = []

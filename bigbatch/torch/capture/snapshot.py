@@ -45,7 +45,7 @@ class Snapshot:
     def restore(self) -> None:
         with torch.no_grad():
             for place, name, tensor, value in self._tensors:
-                tensor.copy_(value)
+                tensor.data.copy_(value)  # .data leaves its version: nothing has changed
                 place[name] = tensor
             for tensor, value in self._others:
                 tensor.copy_(value)
