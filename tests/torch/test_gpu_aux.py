@@ -50,7 +50,8 @@ def assert_same(found: Any, expected: Any) -> None:
     assert found["accuracy"] == pytest.approx(float(expected["accuracy"]), rel=1e-12)
     assert found["correct"] == int(expected["correct"])
     assert type(found["correct"]) is int
-    assert found["largest"][0] == pytest.approx(float(torch.as_tensor(expected["largest"][0], dtype=torch.float64).detach()), rel=1e-10)
+    largest = torch.as_tensor(expected["largest"][0], dtype=torch.float64).detach()
+    assert found["largest"][0] == pytest.approx(float(largest), rel=1e-10)
     assert found["largest"][1] == expected["largest"][1]
 
 
