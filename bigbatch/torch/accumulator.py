@@ -331,7 +331,7 @@ class Accumulator:
             if self._ranks.is_distributed and self._cutting.is_empty(batch):
                 cut = Cut(reduction=self.reduction)
             else:
-                has_norms = bool(self._batch_norms.normalising())
+                has_norms = self._batch_norms.has_layers and bool(self._batch_norms.normalising())
                 how = self._cutting, self.micro_batch_size, self.weight, self.reduction
                 runs_all = self.has_aux and not self._ranks.is_sharded  # there, all ranks make equally many passes
                 cut = Cut.of(batch, *how, has_norms=has_norms, runs_all=runs_all, call=call)

@@ -1,7 +1,6 @@
 """Forward and backward of one micro-batch, which add its share of the gradient to the sums of the window."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -142,7 +141,9 @@ class Backward:
         return self._split(returned, num_weights)
 
     def _called(self, loss: Loss, micro_batch: Any) -> Any:
-        with self.precision.autocast() if self.precision.dtype else nullcontext():
+        if self.precision.dtype is None:
+            return loss(self._model, micro_batch)
+        with self.precision.autocast():
             return loss(self._model, micro_batch)
 
     def _split(self, returned: Any, num_weights: int | None) -> tuple[Terms, Any]:

@@ -31,7 +31,7 @@ def texts() -> Any:
     return {"x": batch["x"], "labels": np.where(np.arange(60) < [[4], [60], [18], [41], [3]], batch["x"], IGNORED)}
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 5])
+@pytest.mark.parametrize("size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))])
 def test_causal_lm_tokens_is_exact_and_unshifted_counting_is_not(size: int) -> None:
     params, batch = language(), texts()
     full = jax.value_and_grad(shifted_loss)(params, batch)
