@@ -9,6 +9,10 @@ from .weight import Terms
 
 OnNonFinite = Literal["skip", "raise", "stop"]
 _REMEDY = "look at the data of that step, lower the learning rate, or clip the gradient"
+_REMEDY_OF_LOSS = (
+    "if it is a mean over labels that are all ignored, which is 0/0, pass weight=… so that such a micro-batch does not "
+    f"count; else {_REMEDY}"
+)
 
 
 class NonFinite:
@@ -75,9 +79,10 @@ class NonFinite:
         """
         if self.raises and not is_overflow:
             what = f"in step {step}, so it was not taken" if is_step else "in backward(), so .grad has no gradient"
-            raise NonFiniteError(
-                f'{place} is not finite {what}: {_REMEDY}, or pass on_nonfinite="skip" to skip such steps'
-            )
+            remedy = f'{_REMEDY}, or pass on_nonfinite="skip" to skip such steps'
+            if place.endswith("the loss"):  # with "skip" only the gradient decides
+                remedy = _REMEDY_OF_LOSS
+            raise NonFiniteError(f"{place} is not finite {what}: {remedy}")
         if not self.num_skipped:
             self._first_step, self._first_place = step, place
         self.num_skipped += 1
