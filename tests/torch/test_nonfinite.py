@@ -71,7 +71,7 @@ def two_terms(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 def test_raise_acts_on_a_nonfinite_loss_with_a_finite_gradient() -> None:
     accumulator = make(on_nonfinite="raise", loss=infinite_loss)
     before = snapshot(accumulator)
-    with pytest.raises(NonFiniteError, match="the loss is not finite in step 1.*all ignored.* pass weight=") as raised:
+    with pytest.raises(NonFiniteError, match=r"the loss is not finite in step 1.*all ignored.* pass weight=") as raised:
         accumulator.step(make_batch())
     assert "skip" not in str(raised.value)  # which would apply the step
     assert_untouched(accumulator, before)
