@@ -12,7 +12,7 @@ Where = str | int | Callable[[Any], Any]
 """Where a batch keeps something: its key or attribute, its index in a tuple, or a function of the batch."""
 
 
-def find(batch: Any, where: Where, remedy: str = 'tokens("y")') -> Any:
+def find(batch: Any, where: Where, remedy: str) -> Any:
     """What the batch keeps there; raises WeightError if it has nothing of that name.
 
     Args:
@@ -36,6 +36,16 @@ def find(batch: Any, where: Where, remedy: str = 'tokens("y")') -> Any:
             f"function, as in {remedy}"
         )
     return found
+
+
+def find_labels(batch: Any, where: Where, *, shift: bool) -> Any:
+    """The labels of the batch; raises WeightError if it has none there."""
+    return find(batch, where, 'tokens("y", shift=True)' if shift else 'tokens("y")')
+
+
+def find_weights(batch: Any, where: Where) -> Any:
+    """The sample weights, or the mask, of the batch; raises WeightError if it has none there."""
+    return find(batch, where, 'sample_weights("mask")')
 
 
 def _described(batch: Any) -> str:

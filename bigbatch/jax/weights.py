@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core import labels as core_labels
-from ..core.labels import IGNORED, Where, find
+from ..core.labels import IGNORED, Where
 from .internals import is_traced
 
 __all__ = ["causal_lm_tokens", "class_weights", "sample_weights", "tokens"]
@@ -100,11 +100,11 @@ def _of_classes(table: jax.Array, where: Where, ignore_index: int, shift: bool, 
 
 
 def _of_samples(where: Where, *batch: Any) -> jax.Array:
-    return jnp.asarray(find(_batch(batch), where, 'sample_weights("mask")'))  # added up where weights are checked
+    return jnp.asarray(core_labels.find_weights(_batch(batch), where))  # added up where weights are checked
 
 
 def _labels(batch: tuple[Any, ...], where: Where, shift: bool) -> jax.Array:
-    found = jnp.asarray(find(_batch(batch), where, 'tokens("y", shift=True)' if shift else 'tokens("y")'))
+    found = jnp.asarray(core_labels.find_labels(_batch(batch), where, shift=shift))
     is_integer = jnp.issubdtype(found.dtype, jnp.integer)
     core_labels.check_labels(found.dtype, found.shape, is_integer=is_integer, shift=shift)
     if found.dtype.itemsize < 4:

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..core import labels as core_labels
-from ..core.labels import IGNORED, Where, find
+from ..core.labels import IGNORED, Where
 from .weight import WEIGHT
 
 __all__ = ["causal_lm_tokens", "class_weights", "sample_weights", "tokens"]
@@ -109,11 +109,11 @@ def _of_classes(table: np.ndarray, where: Where, ignore_index: int, shift: bool,
 
 @_without_autograph
 def _of_samples(where: Where, batch: Any) -> tf.Tensor:
-    return tf.convert_to_tensor(find(batch, where, 'sample_weights("mask")'))  # the accumulator adds them up
+    return tf.convert_to_tensor(core_labels.find_weights(batch, where))  # the accumulator adds them up
 
 
 def _labels(batch: Any, where: Where, shift: bool) -> tf.Tensor:
-    found = find(batch, where, 'tokens("y", shift=True)' if shift else 'tokens("y")')
+    found = core_labels.find_labels(batch, where, shift=shift)
     if isinstance(found, tf.RaggedTensor):
         found = found[..., 1:].flat_values if shift else found.flat_values
         shift = False

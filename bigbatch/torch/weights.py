@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core import labels as core_labels
 from ..core.errors import BatchError, OptionError, WeightError
-from ..core.labels import IGNORED, Where, find
+from ..core.labels import IGNORED, Where
 from ..core.window import Window
 from .batch import tensors
 
@@ -91,7 +91,7 @@ def sample_weights(where: Where = "sample_weight") -> Weight:
     Args:
         where: The key or attribute of the weights, their index in a tuple, or a function of the batch.
     """
-    return partial(find, where=where, remedy='sample_weights("mask")')  # the accumulator adds them up
+    return partial(core_labels.find_weights, where=where)  # the accumulator adds them up
 
 
 def with_total(
@@ -160,7 +160,7 @@ def _of_classes(table: Tensor, where: Where, ignore_index: int, shift: bool, bat
 
 
 def _labels(batch: Any, where: Where, shift: bool) -> Tensor:
-    found = find(batch, where, 'tokens("y", shift=True)' if shift else 'tokens("y")')
+    found = core_labels.find_labels(batch, where, shift=shift)
     if not isinstance(found, Tensor):
         raise WeightError(f"the labels are a {type(found).__name__}: pass a tensor, which is cut with the batch")
     is_integer = not (found.is_floating_point() or found.is_complex() or found.dtype is torch.bool)
