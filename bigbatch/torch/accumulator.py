@@ -56,6 +56,13 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 """What a step in one process enters in place of `self._ranks.…()`: there, it never calls into `distributed/`."""
 
 
+def _check_no_window(accumulator: "Accumulator", name: str) -> None:
+    """Raises OptionError if an option that decides what a micro-batch is would change in the middle of a window."""
+    if (window := accumulator._window) is not None:
+        when = "a step is interrupted" if window.is_of_step else "a window is open"
+        raise OptionError(f"{name} was changed while {when}: change it between windows, or call forget()")
+
+
 class Accumulator:
     """Trains on batches that do not fit into memory, with exactly the gradient of the whole batch.
 
@@ -79,7 +86,7 @@ class Accumulator:
 
     Options such as `accumulator.clip_norm = 0.5` can be changed at any time (`batch_norm`, `batch_axis`, `cut` and
     `num_samples` between windows); they are checked, and used from the next step on. The model, the optimizer,
-    `reduction`, `precision`, `scaler`, `accumulate_dtype`, `capture`, `group` and `reduce` are fixed.
+    `reduction`, `precision`, `scaler`, `accumulate_dtype`, `capture`, `group`, `reduce`, `has_aux` and `aux` are fixed.
 
     Args:
         model: The model, already on its device. It may be wrapped in DistributedDataParallel, fully_shard or
@@ -130,12 +137,11 @@ class Accumulator:
     loss, weight = Option(check_loss), Option(check_callable)
     micro_batch_size = Option(check_size)
     accumulation_steps = Option(check_steps)
-    batch_axis = OptionOf("_cutting", lambda accumulator, name: accumulator._check_no_window(name))
-    cut = OptionOf("_cutting", lambda accumulator, name: accumulator._check_no_window(name))
-    num_samples = OptionOf("_cutting", lambda accumulator, name: accumulator._check_no_window(name))
+    batch_axis, cut = OptionOf("_cutting", _check_no_window), OptionOf("_cutting", _check_no_window)
+    num_samples = OptionOf("_cutting", _check_no_window)
     clip_norm, clip_value, scheduler = OptionOf("_update"), OptionOf("_update"), OptionOf("_update")
     on_nonfinite, max_skipped = OptionOf("_nonfinite"), OptionOf("_nonfinite")
-    batch_norm = OptionOf("_batch_norms", lambda accumulator, name: accumulator._check_no_window(name))
+    batch_norm = OptionOf("_batch_norms", _check_no_window)
 
     def __init__(
         self,
@@ -323,6 +329,7 @@ class Accumulator:
         if self.loss is None:
             raise OptionError(f"{call} needs a loss: pass Accumulator(model, optimizer, loss, …)")
         window = self._window
+        has_norms = self._batch_norms.has_layers and bool(self._batch_norms.normalising())
         with self._ranks.raise_on_all_ranks() if self._ranks.is_distributed else _NOTHING:
             if is_step:
                 self._update.check_not_held_back()
@@ -331,7 +338,6 @@ class Accumulator:
             if self._ranks.is_distributed and self._cutting.is_empty(batch):
                 cut = Cut(reduction=self.reduction)
             else:
-                has_norms = self._batch_norms.has_layers and bool(self._batch_norms.normalising())
                 how = self._cutting, self.micro_batch_size, self.weight, self.reduction
                 runs_all = self.has_aux and not self._ranks.is_sharded  # there, all ranks make equally many passes
                 cut = Cut.of(batch, *how, has_norms=has_norms, runs_all=runs_all, call=call)
@@ -344,14 +350,14 @@ class Accumulator:
                 window.check_unchanged(self._gradients.versions())
                 window.check_trainable(self._gradients.parameters())
         self._window = None
+        is_counted = self.weight is None and self.reduction == "mean"
         if not self._has_seen_labels and cut.micro_batches:
             self._has_seen_labels = True  # only the first batch is looked at, since that waits for the device
-            if self.weight is None and self.reduction == "mean":
+            if is_counted:
                 checks.warn_of_uncounted_labels(batch if cut.is_cut else cut.micro_batches[0])
-        if self._batch_norms.has_layers:
+        if has_norms:
             self._batch_norms.warn(len(cut.weights))
         if self._time_axis.has_layers:
-            is_counted = self.weight is None and self.reduction == "mean"
             self._time_axis.begin(cut.micro_batches, self._cutting, is_cut=cut.is_cut, is_counted=is_counted)
         if self.scaler is not None:
             window.check_scale(self._precision.loss_scale())
@@ -574,11 +580,6 @@ class Accumulator:
         if window.aux is None:
             return None
         return window.aux.combined(weights, totals.total, self._ranks, num_skipped)
-
-    def _check_no_window(self, name: str) -> None:
-        if self._window is not None:
-            when = "a step is interrupted" if self._window.is_of_step else "a window is open"
-            raise OptionError(f"{name} was changed while {when}: change it between windows, or call forget()")
 
     # --- verification ------------------------------------------------------------------------------------
 

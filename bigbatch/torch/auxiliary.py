@@ -130,7 +130,7 @@ class WindowAux:
         self._raise_failed([has_failed for has_failed, _ in of_ranks])
         known = [described for _, described in of_ranks if described is not None]
         if not known:
-            return NO_AUX
+            return BatchAux()
         first = known[0]
         for other in known[1:]:
             _check_ranks_agree(first, other)
@@ -308,9 +308,6 @@ class BatchAux:
         if self.aux is not None:
             step.aux, step.metrics, step.summed = self.aux, self.metrics, self.summed
         return step
-
-
-NO_AUX = BatchAux()
 
 
 def _kind_of(leaf: Any) -> Kind:

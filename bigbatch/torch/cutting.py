@@ -20,7 +20,7 @@ _CLOSE = 1e-6
 """How far apart the weight of a batch and that of its micro-batches may be: weights may be sums in float32."""
 
 
-def check_cut(name: str, value: Any) -> Any:
+def _check_cut(name: str, value: Any) -> Any:
     """For cut: None, "list" or a function. Returns it."""
     if value is not None and value != "list" and not callable(value):
         raise OptionError(f'{name} is {value!r}: pass "list", a function (batch, sizes) -> micro_batches, or None')
@@ -39,7 +39,7 @@ class Cutting:
     """
 
     batch_axis = Option(nest.check_batch_axis)
-    cut, num_samples = Option(check_cut), Option(check_callable)
+    cut, num_samples = Option(_check_cut), Option(check_callable)
 
     def __init__(self, batch_axis: BatchAxis = 0, cut: Any = None, num_samples: Any = None) -> None:
         self.batch_axis, self.cut, self.num_samples = batch_axis, cut, num_samples
